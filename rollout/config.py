@@ -1,0 +1,258 @@
+"""The configuration of a service and of a run: one frozen section per component, read from YAML.
+
+A file is a mapping of sections; `--set a.b=value` changes one field before validation, its value
+read as YAML. Unknown keys are refused. Every failure is a `ConfigError` of one line.
+"""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import (
+    BaseModel,
+    ByteSize,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
+
+from rollout.errors import ConfigError, InvalidSamplingError
+from rollout.types import SamplingParams
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+
+
+class ModelConfig(Section):
+    path: Path
+    """Hugging Face directory: config.json, safetensors, tokenizer.json."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Of weights, activations and KV. Logits and log-probabilities are always fp32."""
+
+
+class EngineConfig(Section):
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: cuda if the worker has a GPU."""
+    attention: Literal["auto", "torch", "flash"] = "auto"
+    """auto: flash on cuda, torch elsewhere."""
+    page_tokens: PositiveInt | None = None
+    """Tokens in a KV page; null: 16, or 256 with flash attention, which needs a multiple of 256."""
+    kv_bytes: ByteSize | None = None
+    """Device memory for KV; null: 1 GiB on CPU, 85 % of what the weights leave free on CUDA."""
+    max_running: PositiveInt = 32
+    """Sequences in the decode batch; in deterministic mode also its fixed size."""
+    max_context_tokens: PositiveInt | None = None
+    """Longest prompt + output; null: the model's limit. Never more than fits in kv_bytes."""
+    chunk_tokens: PositiveInt = 128
+    """Longest piece of one sequence prefilled in a step; a multiple of page_tokens."""
+    prefill_tokens: PositiveInt = 512
+    """Most prompt tokens prefilled in one step, over all sequences."""
+    deterministic: bool = False
+    """Make resumed equal uninterrupted bit for bit, at the price of padding."""
+
+
+class ClusterConfig(Section):
+    name: str = Field(default="rollout", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Of the service; `connect(name)` finds it."""
+    address: str | None = None
+    """Ray cluster to join; null: the running one (RAY_ADDRESS, or inside a Ray job), else a local one."""
+    workers: PositiveInt = 1
+    """Decode workers."""
+    cpus_per_worker: PositiveInt = 1
+    """Cores, and threads, of each worker."""
+    gpus_per_worker: Literal[0, 1] = 0
+    """GPUs of each worker."""
+    max_restarts: int = Field(default=3, ge=0)
+    """Times a dead worker process is started again."""
+    start_timeout_s: PositiveFloat = 180.0
+    """Seconds for placement and for all workers to load the model."""
+    health_interval_s: PositiveFloat = 1.0
+    """Seconds between two looks at each worker."""
+    unresponsive_s: PositiveFloat = 60.0
+    """Seconds without an answer after which a worker counts as lost and is killed."""
+
+
+class PoolConfig(Section):
+    budget_bytes: ByteSize = ByteSize(2 << 30)
+    """KV that the pool of one node may hold in Ray's object store."""
+    reserve_bytes: ByteSize = ByteSize(0)
+    """Object-store bytes the driver itself will use on a node, such as weight buckets in flight."""
+    max_object_bytes: ByteSize = ByteSize(256 << 20)
+    """Longer runs of pages are split into several objects."""
+    warm_bytes: ByteSize = ByteSize(64 << 20)
+    """Shared memory each worker touches at start, since a first touch is several times slower."""
+    export_timeout_s: PositiveFloat = 30.0
+    """Seconds from leaving the batch until the KV is in the pool; then it is dropped and recomputed."""
+    restore_timeout_s: PositiveFloat = 30.0
+    """Seconds to read an image from the pool; then it is recomputed."""
+
+
+class AbortConfig(Section):
+    slice_tokens: PositiveInt | None = None
+    """Tokens generated before a trajectory is suspended and queued again; null: never."""
+    keep: Literal["pool", "none"] = "pool"
+    """Where a suspended trajectory's KV goes."""
+
+
+class ResumeConfig(Section):
+    prefer: Literal["other", "most_room"] = "most_room"
+    """Where a suspended trajectory resumes: on another worker than its last, or on the least loaded."""
+
+
+class SamplingConfig(Section):
+    """`types.SamplingParams` as a section; null fields come from the model's generation_config.json."""
+
+    temperature: float | None = None
+    """0 is greedy; null: the model's, else 1."""
+    top_k: int | None = None
+    """0 keeps all; null: the model's, else 0."""
+    top_p: float | None = None
+    """1 keeps all; null: the model's, else 1."""
+    max_new_tokens: int = 128
+    """Cumulative over suspensions."""
+    min_new_tokens: int = 0
+    """Stop ids cannot be drawn before this many tokens."""
+    stop_token_ids: tuple[int, ...] = ()
+    """In addition to the model's own end-of-sequence ids."""
+    ignore_eos: bool = False
+    """Do not stop at the model's end-of-sequence ids."""
+    seed: int | None = None
+    """Null: draws follow run.seed and each prompt's key."""
+
+    def resolve(self, model_defaults: Mapping[str, Any] = {}) -> SamplingParams:
+        """Sampling parameters, null fields taken from `model_defaults` (generation_config.json)."""
+        if not model_defaults.get("do_sample", True):
+            model_defaults = {}
+        values = self.model_dump()
+        for name, neutral in (("temperature", 1.0), ("top_k", 0), ("top_p", 1.0)):
+            if values[name] is None:
+                values[name] = model_defaults.get(name, neutral)
+        return SamplingParams(**values)
+
+    @model_validator(mode="after")
+    def _ranges(self) -> "SamplingConfig":
+        try:
+            self.resolve()
+        except InvalidSamplingError as error:
+            raise ValueError(str(error)) from None
+        return self
+
+
+class FilePrompts(Section):
+    kind: Literal["file"]
+    path: Path
+    """JSONL or Parquet (by suffix), one prompt a row."""
+    column: str = "prompt"
+    """Holds a string, a list of chat messages or a list of token ids."""
+    key_column: str | None = None
+    """Names each prompt; null: its row number."""
+    limit: PositiveInt | None = None
+    """First rows to use; null: all."""
+
+
+class ReasoningGymPrompts(Section):
+    kind: Literal["reasoning_gym"]
+    dataset: str
+    """Name of a reasoning-gym data set, such as chain_sum."""
+    size: PositiveInt = 16
+    """Number of prompts."""
+    seed: int = 0
+    """Of the data set."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Passed to the data set."""
+
+
+PromptsConfig = Annotated[FilePrompts | ReasoningGymPrompts, Field(discriminator="kind")]
+
+
+class RunConfig(Section):
+    prompts: PromptsConfig | None = None
+    """What `rollout run` rolls out."""
+    samples: PositiveInt = 1
+    """Trajectories of each prompt (its group)."""
+    chat: bool = True
+    """Wrap string prompts as one user message in the model's chat template, where it has one."""
+    seed: int = 0
+    """Of all draws, with each prompt's key."""
+    out: Path = Path("rollouts.parquet")
+    """Where the trajectories are written."""
+    stall_timeout_s: PositiveFloat = 300.0
+    """Seconds without a single new token after which the run ends with an error."""
+
+
+class Config(Section):
+    model: ModelConfig
+    engine: EngineConfig = EngineConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    pool: PoolConfig = PoolConfig()
+    abort: AbortConfig = AbortConfig()
+    resume: ResumeConfig = ResumeConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    run: RunConfig = RunConfig()
+
+
+def load_config(source: Path | str | Mapping[str, Any], overrides: Iterable[str] = ()) -> Config:
+    """Read and validate a configuration; `overrides` are `a.b=value` strings.
+
+    Raises `ConfigError` for a missing or malformed file, an unknown key or a bad value.
+    """
+    if isinstance(source, Mapping):
+        where, raw = "config", dict(source)
+    else:
+        where, raw = str(source), _read_yaml(Path(source))
+    for override in overrides:
+        raw = _with_override(raw, override)
+    try:
+        return Config.model_validate(raw)
+    except ValidationError as error:
+        raise ConfigError(f"{where}: {_one_line(error)}") from None
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot read the configuration: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: expected a mapping of sections, got {type(raw).__name__}")
+    return raw
+
+
+def _with_override(raw: dict[str, Any], override: str) -> dict[str, Any]:
+    """A copy of `raw` with `a.b=value` applied; intermediate sections are created."""
+    path, equals, text = override.partition("=")
+    keys = path.strip().split(".")
+    if not equals or not all(keys):
+        raise ConfigError(f"--set {override!r}: expected a.b=value")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise ConfigError(f"--set {override!r}: the value is not valid YAML") from None
+    result = dict(raw)
+    section = result
+    for key in keys[:-1]:
+        inner = section.get(key)
+        if inner is not None and not isinstance(inner, dict):
+            raise ConfigError(f"--set {override!r}: {key!r} is a value, not a section")
+        section[key] = section = dict(inner or {})
+    section[keys[-1]] = value
+    return result
+
+
+def _one_line(error: ValidationError) -> str:
+    parts = []
+    for item in error.errors():
+        place = ".".join(str(part) for part in item["loc"]) or "config"
+        if item["type"] == "extra_forbidden":
+            parts.append(f"{place}: unknown key")
+        else:
+            got = "" if item["type"] in ("missing", "union_tag_not_found") else f" (got {item['input']!r:.80})"
+            parts.append(f"{place}: {item['msg']}{got}")
+    return "; ".join(parts)

@@ -1,0 +1,95 @@
+"""Every error that a user of this package can meet, in one tree.
+
+    RolloutError
+    ├── ConfigError              a configuration, command line or environment that cannot work
+    │   ├── ModelNotFoundError   no such model directory, or a file is missing from it
+    │   ├── UnsupportedModelError  an architecture, dtype or file format that is not implemented
+    │   └── ClusterTooSmallError more CPUs or GPUs asked for than the cluster has
+    ├── RequestError             one submission is wrong; others are not affected
+    │   ├── InvalidPromptError   malformed prompt: wrong type, empty, unknown token ids
+    │   ├── PromptTooLongError   prompt leaves no room for a single new token
+    │   └── InvalidSamplingError a sampling parameter outside its range
+    ├── KVError                  KV that cannot be stored or read; the caller recomputes
+    │   ├── SegmentMissingError  the pool has no such segment (any more)
+    │   ├── SegmentDamagedError  bytes that do not match their checksum, size or fingerprint
+    │   └── PoolFullError        storing would exceed the byte budget
+    ├── ServiceError             the running service cannot do what was asked
+    │   ├── ServiceNotFoundError no service of that name in this cluster
+    │   ├── ServiceClosedError   the service was closed
+    │   └── WorkerLostError      no worker is left to run a trajectory
+    └── DeadlineError            a wait ended at its deadline (also a TimeoutError)
+
+A message says what was wrong, what was received and what is allowed.
+"""
+
+
+class RolloutError(Exception):
+    """Base of all errors raised on purpose by this package."""
+
+
+class ConfigError(RolloutError):
+    """A configuration, command line or environment that cannot work."""
+
+
+class ModelNotFoundError(ConfigError):
+    """No such model directory, or a file that it must have is missing."""
+
+
+class UnsupportedModelError(ConfigError):
+    """An architecture, dtype or file format that is not implemented."""
+
+
+class ClusterTooSmallError(ConfigError):
+    """More CPUs or GPUs were asked for than the cluster has."""
+
+
+class RequestError(RolloutError):
+    """One submission is wrong; others are not affected."""
+
+
+class InvalidPromptError(RequestError):
+    """A malformed prompt: wrong type, empty, or token ids outside the vocabulary."""
+
+
+class PromptTooLongError(RequestError):
+    """A prompt that leaves no room for a single new token."""
+
+
+class InvalidSamplingError(RequestError):
+    """A sampling parameter outside its range."""
+
+
+class KVError(RolloutError):
+    """KV that cannot be stored or read; the caller falls back to recomputing."""
+
+
+class SegmentMissingError(KVError):
+    """The pool has no such segment, or has it no more."""
+
+
+class SegmentDamagedError(KVError):
+    """Bytes that do not match their checksum, size or fingerprint."""
+
+
+class PoolFullError(KVError):
+    """Storing would exceed the pool's byte budget."""
+
+
+class ServiceError(RolloutError):
+    """The running service cannot do what was asked."""
+
+
+class ServiceNotFoundError(ServiceError):
+    """No service of that name runs in this cluster."""
+
+
+class ServiceClosedError(ServiceError):
+    """The service was closed."""
+
+
+class WorkerLostError(ServiceError):
+    """No worker is left to run a trajectory."""
+
+
+class DeadlineError(RolloutError, TimeoutError):
+    """A wait ended at its deadline."""

@@ -1,0 +1,255 @@
+"""The words of the service as values: ids, sampling parameters, token columns, trajectories.
+
+Everything here is plain data without torch or Ray; what crosses a process boundary is frozen.
+"""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, NewType
+
+from rollout.errors import InvalidSamplingError
+
+TrajectoryId = NewType("TrajectoryId", str)
+GroupId = NewType("GroupId", str)
+WorkerId = NewType("WorkerId", str)
+NodeId = NewType("NodeId", str)
+SegmentId = NewType("SegmentId", str)
+DeliveryId = NewType("DeliveryId", str)
+Version = NewType("Version", int)
+"""The user's label on the weights."""
+
+
+class Phase(StrEnum):
+    """Where a trajectory is in its life (legal moves: `control.lifecycle`)."""
+
+    QUEUED = "queued"
+    RESTORING = "restoring"
+    PREFILLING = "prefilling"
+    DECODING = "decoding"
+    PREEMPTED = "preempted"
+    SUSPENDING = "suspending"
+    SUSPENDED = "suspended"
+    FINISHED = "finished"
+    FAILED = "failed"
+
+
+class FinishReason(StrEnum):
+    """Why a trajectory ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class Keep(StrEnum):
+    """Where an abort puts the KV."""
+
+    AUTO = "auto"
+    POOL = "pool"
+    NONE = "none"
+
+
+class Then(StrEnum):
+    """What an abort does with the trajectory."""
+
+    HOLD = "hold"
+    REQUEUE = "requeue"
+    FINISH = "finish"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the tokens of one trajectory are drawn.
+
+    The reported log-probability is under the distribution that was sampled from: after
+    temperature, top-k and top-p. At temperature 0 (greedy) it is that of temperature 1 without
+    truncation, since the greedy distribution itself would say 0 for every token.
+    """
+
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_k: int = 0
+    """Keep the k most probable tokens; ties go to the lower id. 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set, by (probability descending, id ascending), that reaches this mass."""
+    max_new_tokens: int = 128
+    """Cumulative over all suspensions."""
+    min_new_tokens: int = 0
+    """Stop ids cannot be drawn before this many tokens."""
+    stop_token_ids: tuple[int, ...] = ()
+    """In addition to the model's own end-of-sequence ids."""
+    ignore_eos: bool = False
+    """Do not stop at the model's end-of-sequence ids (`stop_token_ids` still stop)."""
+    seed: int | None = None
+    """Makes a submission's draws independent of the run seed and the submit key."""
+
+    def __post_init__(self) -> None:
+        def require(ok: bool, name: str, allowed: str) -> None:
+            if not ok:
+                raise InvalidSamplingError(f"{name}: got {getattr(self, name)!r}, allowed: {allowed}")
+
+        require(0.0 <= self.temperature < float("inf"), "temperature", "finite, >= 0")
+        require(self.top_k >= 0, "top_k", ">= 0 (0 keeps all)")
+        require(0.0 < self.top_p <= 1.0, "top_p", "0 < top_p <= 1")
+        require(self.max_new_tokens >= 0, "max_new_tokens", ">= 0")
+        require(0 <= self.min_new_tokens <= self.max_new_tokens, "min_new_tokens", f"0 … {self.max_new_tokens}")
+        require(all(i >= 0 for i in self.stop_token_ids), "stop_token_ids", "ids >= 0")
+        require(self.seed is None or 0 <= self.seed < 2**64, "seed", "0 … 2**64 - 1, or null")
+
+
+def trajectory_seed(*, request_seed: int | None, run_seed: int, key: str, sample_index: int) -> int:
+    """Seed of one sample, 64 bits: H(request seed, or run seed + submit key; sample index)."""
+    source = f"request:{request_seed}" if request_seed is not None else f"run:{run_seed}:{key}"
+    digest = hashlib.blake2b(f"{source}\n{sample_index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+class Columns:
+    """Sampled tokens, aligned: ids, log-probabilities and the version that sampled each.
+
+    The three columns only ever grow or shrink together.
+    """
+
+    __slots__ = ("_ids", "_logprobs", "_versions")
+
+    def __init__(
+        self, ids: Iterable[int] = (), logprobs: Iterable[float] = (), versions: Iterable[Version] = ()
+    ) -> None:
+        self._ids = list(ids)
+        self._logprobs = list(logprobs)
+        self._versions = list(versions)
+        sizes = (len(self._ids), len(self._logprobs), len(self._versions))
+        if len(set(sizes)) != 1:
+            raise ValueError(f"columns of unequal length: {sizes[0]} ids, {sizes[1]} logprobs, {sizes[2]} versions")
+
+    def append(self, token: int, logprob: float, version: Version) -> None:
+        self._ids.append(token)
+        self._logprobs.append(logprob)
+        self._versions.append(version)
+
+    def extend(self, other: "Columns") -> None:
+        self._ids += other._ids
+        self._logprobs += other._logprobs
+        self._versions += other._versions
+
+    def since(self, start: int) -> "Columns":
+        """A copy of the tokens from index `start` on."""
+        return Columns(self._ids[start:], self._logprobs[start:], self._versions[start:])
+
+    @property
+    def ids(self) -> Sequence[int]:
+        return self._ids
+
+    @property
+    def logprobs(self) -> Sequence[float]:
+        return self._logprobs
+
+    @property
+    def versions(self) -> Sequence[Version]:
+        return self._versions
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Columns):
+            return NotImplemented
+        return (self._ids, self._logprobs, self._versions) == (other._ids, other._logprobs, other._versions)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"Columns({len(self)} tokens)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionRun:
+    """`tokens` consecutive tokens that were sampled by `version`."""
+
+    version: Version
+    tokens: int
+
+
+def version_runs(versions: Sequence[Version]) -> tuple[VersionRun, ...]:
+    """Run-length form of a per-token column."""
+    runs: list[VersionRun] = []
+    for version in versions:
+        if runs and runs[-1].version == version:
+            runs[-1] = VersionRun(version=version, tokens=runs[-1].tokens + 1)
+        else:
+            runs.append(VersionRun(version=version, tokens=1))
+    return tuple(runs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resume:
+    """One start of a trajectory on a worker after the first: where its KV came from, in tokens."""
+
+    worker: WorkerId
+    cached_tokens: int
+    """Found in the worker's own prefix tree."""
+    restored_tokens: int
+    """Read from the pool."""
+    recomputed_tokens: int
+    """Had KV once, and was computed again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """One sample of one prompt, as the driver sees it when it is over (or handed out partial)."""
+
+    trajectory_id: TrajectoryId
+    group_id: GroupId
+    sample_index: int
+    seed: int
+    prompt_ids: tuple[int, ...]
+    output_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[VersionRun, ...]
+    finish_reason: FinishReason | None
+    """None while the trajectory is still resumable (a partial)."""
+    error: str | None = None
+    """What went wrong, when `finish_reason` is `error`."""
+    suspensions: int = 0
+    workers: tuple[WorkerId, ...] = ()
+    """The worker of each start, in order."""
+    resumes: tuple[Resume, ...] = ()
+    submitted_at: float = 0.0
+    """Unix time, seconds."""
+    finished_at: float | None = None
+    """Unix time, seconds."""
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        sizes = (len(self.output_ids), len(self.logprobs), sum(run.tokens for run in self.versions))
+        if len(set(sizes)) != 1:
+            raise ValueError(
+                f"{self.trajectory_id}: unequal columns: {sizes[0]} ids, {sizes[1]} logprobs, {sizes[2]} versions"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delivery:
+    """A finished group: all its trajectories, in sample order."""
+
+    group_id: GroupId
+    trajectories: tuple[Trajectory, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AbortReport:
+    """What an abort met. Every id asked for is in exactly one of the first four."""
+
+    found: tuple[TrajectoryId, ...] = ()
+    """Stopped by this call (or already suspended)."""
+    unknown: tuple[TrajectoryId, ...] = ()
+    """No such trajectory."""
+    finished: tuple[TrajectoryId, ...] = ()
+    """Had completed before the abort took effect."""
+    unreached: tuple[TrajectoryId, ...] = ()
+    """Not stopped before `timeout_s`; the abort stays in force."""
+    partials: tuple[Trajectory, ...] = ()
+    """The tokens so far of every trajectory in `found`."""
