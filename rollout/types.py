@@ -185,6 +185,33 @@ def version_runs(versions: Sequence[Version]) -> tuple[VersionRun, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentRun:
+    """Consecutive pages of one segment, as part of an image."""
+
+    node: NodeId
+    """Whose pool holds the segment."""
+    segment: SegmentId
+    first: int
+    """Index of the first page within the segment."""
+    pages: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Image:
+    """The KV that a suspended trajectory left in the pool: positions [0, kv_tokens), in order.
+
+    The last page holds `kv_tokens % page_tokens` tokens if that is not 0.
+    """
+
+    runs: tuple[SegmentRun, ...]
+    kv_tokens: int
+
+    @property
+    def pages(self) -> int:
+        return sum(run.pages for run in self.runs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Resume:
     """One start of a trajectory on a worker after the first: where its KV came from, in tokens."""
 

@@ -1,0 +1,81 @@
+"""The segment format: a manifest and a list of page buffers.
+
+A segment holds consecutive pages of one sequence, each `[layers, 2, tokens, kv_heads, head_dim]` as raw
+bytes. All pages are whole but possibly the last, which is packed to its valid tokens. The manifest
+carries what a reader needs to refuse bytes that are not what it expects: fingerprint, sizes, one
+xxh3-64 per page. Buffers read from the pool are shared memory: they are only ever copied from.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from rollout.errors import SegmentDamagedError
+from rollout.kv.keys import Fingerprint
+
+Buffer = NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What is in a segment."""
+
+    fingerprint: Fingerprint
+    page_tokens: int
+    token_bytes: int
+    """KV of one token, all layers."""
+    tokens: int
+    """Valid tokens of all pages together; only the last page may be partly filled."""
+    checksums: tuple[int, ...]
+    """xxh3-64 of each page buffer."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.tokens * self.token_bytes
+
+    def page_nbytes(self, index: int) -> int:
+        """Bytes of page buffer `index`."""
+        valid = min(self.page_tokens, self.tokens - index * self.page_tokens)
+        return valid * self.token_bytes
+
+
+def checksum(buffer: Buffer) -> int:
+    return xxhash.xxh3_64_intdigest(memoryview(buffer))
+
+
+def describe(
+    buffers: Sequence[Buffer], *, fingerprint: Fingerprint, page_tokens: int, token_bytes: int, tokens: int
+) -> Manifest:
+    """The manifest of `buffers`."""
+    manifest = Manifest(
+        fingerprint=fingerprint,
+        page_tokens=page_tokens,
+        token_bytes=token_bytes,
+        tokens=tokens,
+        checksums=tuple(checksum(buffer) for buffer in buffers),
+    )
+    sizes = [buffer.nbytes for buffer in buffers]
+    assert sizes == [manifest.page_nbytes(i) for i in range(len(buffers))], (sizes, tokens)
+    return manifest
+
+
+def verify(manifest: Manifest, buffers: Sequence[Buffer], pages: range, expected: Fingerprint) -> None:
+    """Check pages `pages` of a segment before they are used.
+
+    Raises `SegmentDamagedError` if the fingerprint, a size or a checksum is not as it must be.
+    """
+    if manifest.fingerprint != expected:
+        raise SegmentDamagedError(f"segment of fingerprint {manifest.fingerprint}, expected {expected}")
+    if len(buffers) != len(manifest.checksums):
+        raise SegmentDamagedError(f"segment has {len(buffers)} pages, its manifest says {len(manifest.checksums)}")
+    for index in pages:
+        if not 0 <= index < len(buffers):
+            raise SegmentDamagedError(f"segment has {len(buffers)} pages, page {index} was asked for")
+        size = manifest.page_nbytes(index)
+        if buffers[index].nbytes != size:
+            raise SegmentDamagedError(f"page {index} has {buffers[index].nbytes} bytes, expected {size}")
+        if (found := checksum(buffers[index])) != manifest.checksums[index]:
+            raise SegmentDamagedError(f"page {index}: checksum {found:#x}, expected {manifest.checksums[index]:#x}")

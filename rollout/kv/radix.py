@@ -1,0 +1,200 @@
+"""The prefix tree of one worker: whole pages of token ids to page numbers. Integers only.
+
+A node's edge holds one or more whole pages; children are told apart by their first page's ids, which
+are compared in full. Each weights_id has its own root, so KV of other weights can never match.
+
+1. `locks` counts the sequences that hold the node or a descendant: a locked node's parent is locked.
+2. `pages` and `evictable` (pages of unlocked nodes) are kept incrementally.
+3. `owner` is the one trajectory that ever used the node, or None once a second one did.
+"""
+
+import heapq
+import itertools
+from collections.abc import Iterator, Sequence
+
+from rollout.types import TrajectoryId
+
+Chunk = tuple[int, ...]
+"""Token ids of one page."""
+
+
+class Node:
+    """An edge of the tree with what hangs below it."""
+
+    __slots__ = ("children", "chunks", "locks", "owner", "pages", "parent", "used_at")
+
+    def __init__(
+        self, parent: "Node | None", chunks: list[Chunk], pages: list[int], owner: TrajectoryId | None
+    ) -> None:
+        self.parent = parent
+        self.chunks = chunks
+        self.pages = pages
+        self.children: dict[Chunk, Node] = {}
+        self.locks = 0
+        self.owner = owner
+        self.used_at = 0
+
+
+class RadixTree:
+    """Longest-prefix matching, insertion, locks and LRU eviction."""
+
+    def __init__(self, page_tokens: int) -> None:
+        self._page_tokens = page_tokens
+        self._roots: dict[str, Node] = {}
+        self._clock = 0
+        self.pages = 0
+        self.evictable = 0
+
+    def root(self, weights_id: str) -> Node:
+        return self._roots.setdefault(weights_id, Node(None, [], [], None))
+
+    def match(self, weights_id: str, tokens: Sequence[int], max_pages: int, user: TrajectoryId) -> Node:
+        """The node at which the longest stored prefix of at most `max_pages` pages ends.
+
+        A node that matches in part is split, so the result always ends at a node. Every node on the
+        way counts as used by `user`.
+        """
+        self._clock += 1
+        node = self.root(weights_id)
+        done = 0
+        while done < max_pages:
+            child = node.children.get(self._chunk(tokens, done))
+            if child is None:
+                break
+            common = self._common(child, tokens, done, max_pages)
+            if common < len(child.chunks):
+                child = self._split(child, common)
+            node = child
+            done += common
+            node.used_at = self._clock
+            if node.owner != user:
+                node.owner = None
+        return node
+
+    def stored_pages(self, weights_id: str, tokens: Sequence[int], max_pages: int) -> int:
+        """How many pages `match` would find; changes nothing."""
+        node = self.root(weights_id)
+        done = 0
+        while done < max_pages:
+            child = node.children.get(self._chunk(tokens, done))
+            if child is None:
+                break
+            common = self._common(child, tokens, done, max_pages)
+            done += common
+            if common < len(child.chunks):
+                break
+            node = child
+        return done
+
+    def insert(
+        self, node: Node, tokens: Sequence[int], pages: list[int], owner: TrajectoryId
+    ) -> tuple[Node, list[int]]:
+        """Add `pages` holding `tokens` below `node`.
+
+        Returns the node at which they end and the pages of the tree along the way: where the tree had a
+        page already, its page stands in the list and the caller still owns the one it brought.
+        """
+        kept: list[int] = []
+        self._clock += 1
+        while len(kept) < len(pages):
+            done = len(kept)
+            child = node.children.get(self._chunk(tokens, done))
+            if child is None:
+                chunks = [self._chunk(tokens, page) for page in range(done, len(pages))]
+                child = Node(node, chunks, pages[done:], owner)
+                node.children[chunks[0]] = child
+                self.pages += len(chunks)
+                self.evictable += len(chunks)
+            else:
+                common = self._common(child, tokens, done, len(pages))
+                if common < len(child.chunks):
+                    child = self._split(child, common)
+                if child.owner != owner:
+                    child.owner = None
+            child.used_at = self._clock
+            kept += child.pages
+            node = child
+        return node, kept
+
+    def lock(self, node: Node) -> None:
+        walk: Node | None = node
+        while walk is not None:
+            if walk.locks == 0:
+                self.evictable -= len(walk.pages)
+            walk.locks += 1
+            walk = walk.parent
+
+    def unlock(self, node: Node) -> None:
+        walk: Node | None = node
+        while walk is not None:
+            assert walk.locks > 0, "unlock of a node that is not locked"
+            walk.locks -= 1
+            if walk.locks == 0:
+                self.evictable += len(walk.pages)
+            walk = walk.parent
+
+    def evict(self, count: int) -> list[int]:
+        """Remove at least `count` pages of unlocked leaves, least recently used first, or all there are."""
+        order = itertools.count()
+        leaves = [
+            (node.used_at, next(order), node)
+            for node in self.nodes()
+            if not node.children and not node.locks and node.pages
+        ]
+        heapq.heapify(leaves)
+        freed: list[int] = []
+        while leaves and len(freed) < count:
+            _, _, node = heapq.heappop(leaves)
+            parent = node.parent
+            assert parent is not None
+            freed += self._remove(node)
+            if not parent.children and not parent.locks and parent.pages:
+                heapq.heappush(leaves, (parent.used_at, next(order), parent))
+        return freed
+
+    def remove_exclusive(self, node: Node, owner: TrajectoryId) -> list[int]:
+        """Remove what only `owner` ever used, from `node` upwards; returns the pages."""
+        freed: list[int] = []
+        while node.parent is not None and node.owner == owner and not node.locks and not node.children:
+            parent = node.parent
+            freed += self._remove(node)
+            node = parent
+        return freed
+
+    def nodes(self) -> Iterator[Node]:
+        stack = list(self._roots.values())
+        while stack:
+            node = stack.pop()
+            stack += node.children.values()
+            yield node
+
+    def _remove(self, node: Node) -> list[int]:
+        assert node.parent is not None
+        assert not node.locks, "removing a locked node"
+        del node.parent.children[node.chunks[0]]
+        self.pages -= len(node.pages)
+        self.evictable -= len(node.pages)
+        return node.pages
+
+    def _split(self, node: Node, at: int) -> Node:
+        """Cut `node` after `at` pages; returns the upper half, which is new."""
+        assert node.parent is not None
+        upper = Node(node.parent, node.chunks[:at], node.pages[:at], node.owner)
+        upper.locks = node.locks
+        upper.used_at = node.used_at
+        node.parent.children[upper.chunks[0]] = upper
+        node.chunks, node.pages, node.parent = node.chunks[at:], node.pages[at:], upper
+        upper.children[node.chunks[0]] = node
+        return upper
+
+    def _chunk(self, tokens: Sequence[int], page: int) -> Chunk:
+        return tuple(tokens[page * self._page_tokens : (page + 1) * self._page_tokens])
+
+    def _common(self, node: Node, tokens: Sequence[int], start: int, end: int) -> int:
+        """Pages of `node` that equal those of `tokens` from page `start`, looking at pages before `end`."""
+        common = 1
+        for chunk in node.chunks[1 : end - start]:
+            if chunk != self._chunk(tokens, start + common):
+                break
+            common += 1
+        return common
