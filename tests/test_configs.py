@@ -1,0 +1,24 @@
+"""Every configuration that ships is valid."""
+
+from pathlib import Path
+
+import pytest
+
+from rollout.config import ReasoningGymPrompts, load_config
+
+CONFIGS = sorted((Path(__file__).parent.parent / "configs").rglob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_it_loads(path: Path) -> None:
+    load_config(path)
+
+
+def test_the_demo_suspends_most_trajectories_at_least_three_times() -> None:
+    config = load_config(next(path for path in CONFIGS if path.name == "demo.yaml"))
+    assert isinstance(config.run.prompts, ReasoningGymPrompts)
+    assert config.abort.slice_tokens is not None
+    assert config.sampling.ignore_eos
+    assert (config.sampling.max_new_tokens - 1) // config.abort.slice_tokens >= 3
+    assert config.cluster.workers > 1
+    assert config.resume.prefer == "other"
