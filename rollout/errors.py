@@ -8,7 +8,8 @@
     ├── RequestError             one submission is wrong; others are not affected
     │   ├── InvalidPromptError   malformed prompt: wrong type, empty, unknown token ids
     │   ├── PromptTooLongError   prompt leaves no room for a single new token
-    │   └── InvalidSamplingError a sampling parameter outside its range
+    │   ├── InvalidSamplingError a sampling parameter outside its range
+    │   └── DuplicateKeyError    a submit key that a live group has
     ├── KVError                  KV that cannot be stored or read; the caller recomputes
     │   ├── SegmentMissingError  the pool has no such segment (any more)
     │   ├── SegmentDamagedError  bytes that do not match their checksum, size or fingerprint
@@ -57,6 +58,10 @@ class PromptTooLongError(RequestError):
 
 class InvalidSamplingError(RequestError):
     """A sampling parameter outside its range."""
+
+
+class DuplicateKeyError(RequestError):
+    """A submit key that a group which was not handed out yet has already."""
 
 
 class KVError(RolloutError):

@@ -16,9 +16,10 @@ GroupId = NewType("GroupId", str)
 WorkerId = NewType("WorkerId", str)
 NodeId = NewType("NodeId", str)
 SegmentId = NewType("SegmentId", str)
-DeliveryId = NewType("DeliveryId", str)
 Version = NewType("Version", int)
 """The user's label on the weights."""
+SequenceKey = tuple[TrajectoryId, int]
+"""A trajectory and the epoch of its assignment to a worker."""
 
 
 class Phase(StrEnum):

@@ -10,18 +10,8 @@ from dataclasses import dataclass
 
 from rollout.kv.pages import PageAllocator
 from rollout.kv.radix import Node, RadixTree
+from rollout.metrics import PageCounts
 from rollout.types import TrajectoryId
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PageCounts:
-    """Device pages of one worker by what they are for."""
-
-    total: int
-    free: int
-    tree: int
-    private: int
-    reserved: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

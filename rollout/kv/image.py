@@ -43,7 +43,7 @@ class Manifest:
 
 
 def checksum(buffer: Buffer) -> int:
-    return xxhash.xxh3_64_intdigest(memoryview(buffer))
+    return xxhash.xxh3_64_intdigest(buffer.data)
 
 
 def describe(
@@ -62,19 +62,19 @@ def describe(
     return manifest
 
 
-def verify(manifest: Manifest, buffers: Sequence[Buffer], pages: range, expected: Fingerprint) -> None:
-    """Check pages `pages` of a segment before they are used.
+def verify(manifest: Manifest, buffers: Sequence[Buffer], pages: range, tokens: int, expected: Fingerprint) -> None:
+    """Check pages `pages` of a segment, holding `tokens` tokens together, before they are used.
 
     Raises `SegmentDamagedError` if the fingerprint, a size or a checksum is not as it must be.
     """
     if manifest.fingerprint != expected:
         raise SegmentDamagedError(f"segment of fingerprint {manifest.fingerprint}, expected {expected}")
-    if len(buffers) != len(manifest.checksums):
-        raise SegmentDamagedError(f"segment has {len(buffers)} pages, its manifest says {len(manifest.checksums)}")
+    if len(buffers) != len(manifest.checksums) or not 0 <= pages.start < pages.stop <= len(buffers):
+        raise SegmentDamagedError(
+            f"segment has {len(buffers)} pages and {len(manifest.checksums)} checksums, pages {pages} were asked for"
+        )
     for index in pages:
-        if not 0 <= index < len(buffers):
-            raise SegmentDamagedError(f"segment has {len(buffers)} pages, page {index} was asked for")
-        size = manifest.page_nbytes(index)
+        size = manifest.token_bytes * min(manifest.page_tokens, tokens - (index - pages.start) * manifest.page_tokens)
         if buffers[index].nbytes != size:
             raise SegmentDamagedError(f"page {index} has {buffers[index].nbytes} bytes, expected {size}")
         if (found := checksum(buffers[index])) != manifest.checksums[index]:

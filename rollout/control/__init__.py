@@ -1,0 +1,1 @@
+"""What decides: lifecycle, messages, routing and the controller. Pure Python: `handle(event, now) -> commands`."""

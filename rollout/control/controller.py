@@ -1,0 +1,393 @@
+"""The controller: events in, commands out, no clock and no Ray.
+
+Owns every trajectory from submission to delivery. Tokens arrive by worker reports and are the truth;
+what workers and pools hold is a cache of them. Invariants:
+
+1. A trajectory is in the queue if and only if it is `queued`, in a worker's set if and only if it is on that worker.
+2. Events of an epoch that is over change nothing.
+3. Whatever leaves a worker parked is released exactly once, after its export was answered.
+4. The pools retain exactly the segments of live images.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+
+from rollout.control.fleet import Fleet, Worker
+from rollout.control.messages import (
+    AbortRequested,
+    Admitted,
+    Command,
+    Event,
+    Export,
+    Exported,
+    ExportFailed,
+    Failed,
+    Finished,
+    Freed,
+    Parked,
+    Preempted,
+    Release,
+    RestoreFailed,
+    ResumeRequested,
+    Retain,
+    Sampled,
+    Start,
+    Stop,
+    WorkerDown,
+    WorkerEvent,
+    WorkerReport,
+    WorkerUp,
+)
+from rollout.control.records import Groups, Intent, Record, Submission
+from rollout.metrics import RolloutCounters
+from rollout.types import (
+    Delivery,
+    FinishReason,
+    Image,
+    Keep,
+    NodeId,
+    Phase,
+    Resume,
+    SegmentId,
+    SegmentRun,
+    Then,
+    TrajectoryId,
+)
+
+
+class Controller:
+    """Decides what runs where, and what becomes of what stopped."""
+
+    def __init__(self, *, workers: int, slice_tokens: int | None, keep: Keep, prefer_other: bool) -> None:
+        """`workers` is how many there are when all are up."""
+        self._slice_tokens = slice_tokens
+        self._slice_intent = Intent(keep=keep, then=Then.REQUEUE)
+        self._fleet = Fleet(size=workers, prefer_other=prefer_other)
+        self._groups = Groups()
+        self._tally: Counter[str] = Counter()
+
+    # What drivers ask ---------------------------------------------------------------------------------
+
+    def submit(self, submission: Submission, now: float) -> list[Command]:
+        """Take a group in.
+
+        Raises `DuplicateKeyError` if a group of that id was not handed out yet.
+        """
+        group = self._groups.add(submission, now)
+        self._tally["trajectories"] += len(group)
+        commands: list[Command] = []
+        for record in group:
+            commands += self._enqueue(record, now)
+        return commands + self._dispatch()
+
+    def take(self, count: int) -> list[Delivery]:
+        """Up to `count` finished groups, in the order they finished; they are forgotten here."""
+        return self._groups.take(count)
+
+    def record(self, trajectory_id: TrajectoryId) -> Record | None:
+        return self._groups.get(trajectory_id)
+
+    @property
+    def trajectory_ids(self) -> tuple[TrajectoryId, ...]:
+        """All that were not handed out."""
+        return tuple(record.trajectory_id for record in self._groups.records())
+
+    @property
+    def complete_groups(self) -> int:
+        """Finished groups that were not taken."""
+        return self._groups.complete
+
+    @property
+    def phases(self) -> dict[Phase, int]:
+        return dict(Counter(record.phase for record in self._groups.records()))
+
+    @property
+    def counters(self) -> RolloutCounters:
+        return RolloutCounters(**self._tally)
+
+    # What happens -------------------------------------------------------------------------------------
+
+    def handle(self, event: Event, now: float) -> list[Command]:
+        """Take an event in; returns what to do about it. An event that arrives twice changes nothing."""
+        match event:
+            case WorkerReport():
+                commands = self._report(event, now)
+            case WorkerUp():
+                commands = self._worker_up(event, now)
+            case WorkerDown():
+                commands = self._worker_down(event, now)
+            case Exported():
+                commands = self._exported(event, now)
+            case ExportFailed():
+                commands = self._export_failed(event, now)
+            case AbortRequested():
+                commands = self._abort(event, now)
+            case ResumeRequested():
+                commands = self._resume(event, now)
+        return commands + self._dispatch()
+
+    def _report(self, report: WorkerReport, now: float) -> list[Command]:
+        worker = self._fleet.get(report.worker)
+        commands: list[Command] = []
+        for event in report.events:
+            if isinstance(event, Freed):
+                self._tally["releases"] += 1
+                self._tally["exclusive_pages"] += event.exclusive_pages
+                self._tally["freed_pages"] += event.freed_pages
+                continue
+            record = self._groups.get(event.trajectory_id)
+            current = worker is not None and worker.incarnation == report.incarnation
+            if current and record is not None and record.on_worker and record.epoch == event.epoch:
+                commands += self._progress(record, event, now)
+        return commands
+
+    def _progress(self, record: Record, event: WorkerEvent, now: float) -> list[Command]:
+        match event:
+            case Sampled():
+                self._sampled(record, event)
+            case Admitted():
+                self._admitted(record, event)
+            case Preempted():
+                self._tally["preemptions"] += 1
+                record.enter(Phase.PREEMPTED)
+            case RestoreFailed():
+                self._tally["restore_failures"] += 1
+                return self._set_image(record, None)
+            case Finished():
+                self._fleet.leave(record)
+                return self._end(record, event.reason, now)
+            case Failed():
+                self._fleet.leave(record)
+                return self._fail(record, event.error, now)
+            case Parked():
+                return self._parked(record, event, now)
+        return []
+
+    def _sampled(self, record: Record, event: Sampled) -> None:
+        known = len(record.columns) - event.offset
+        assert known >= 0, (
+            f"{record.trajectory_id}: tokens from {event.offset} on, but only {len(record.columns)} known"
+        )
+        news = event.columns.since(known)
+        record.columns.extend(news)
+        self._tally["tokens"] += len(news)
+        if record.phase is not Phase.DECODING:
+            record.enter(Phase.DECODING)
+
+    def _admitted(self, record: Record, event: Admitted) -> None:
+        self._tally["recomputed_tokens"] += event.recomputed_tokens
+        known = len(record.prompt_ids) + len(record.columns)
+        whole = event.cached_tokens + event.restored_tokens >= known - 1 > 0
+        phase = Phase.DECODING if whole else Phase.PREFILLING
+        if record.phase is not phase:
+            record.enter(phase)
+        if record.epoch == record.admitted_epoch or len(record.workers) == 1:
+            return
+        record.admitted_epoch = record.epoch
+        self._tally["restored_tokens"] += event.restored_tokens
+        self._tally["cached_tokens"] += event.cached_tokens
+        record.resumes.append(
+            Resume(
+                worker=record.workers[-1],
+                cached_tokens=event.cached_tokens,
+                restored_tokens=event.restored_tokens,
+                recomputed_tokens=event.recomputed_tokens,
+            )
+        )
+
+    def _parked(self, record: Record, event: Parked, now: float) -> list[Command]:
+        worker = self._fleet.leave(record)
+        intent = record.intent or self._slice_intent
+        record.intent = intent
+        record.kv_tokens = event.kv_tokens
+        record.suspensions += 1
+        self._tally["suspensions"] += 1
+        record.enter(Phase.SUSPENDING)
+        release = self._release(record)
+        covered = record.image.kv_tokens if record.image is not None else 0
+        if intent.keep is Keep.NONE:
+            return [release, *self._set_image(record, None), *self._settle(record, now)]
+        if event.kv_tokens <= covered or intent.then is Then.FINISH:
+            return [release, *self._settle(record, now)]
+        return [
+            Export(
+                worker=worker.worker_id,
+                node=worker.node,
+                trajectory_id=record.trajectory_id,
+                epoch=record.epoch,
+                kv_tokens=event.kv_tokens,
+                prompt_pages=event.prompt_pages,
+                page_keys=event.page_keys,
+                base=record.image,
+            )
+        ]
+
+    def _exported(self, event: Exported, now: float) -> list[Command]:
+        record = self._suspending(event.trajectory_id, event.epoch)
+        if record is None:
+            nobodys = self._groups.get(event.trajectory_id)
+            image = nobodys.image if nobodys is not None else None
+            return _retain(event.trajectory_id, event.image, image)
+        self._tally["exported_bytes"] += event.sent_bytes
+        commands = [self._release(record), *self._set_image(record, event.image)]
+        if record.intent is not None and record.intent.keep is Keep.NONE:
+            commands += self._set_image(record, None)
+        return commands + self._settle(record, now)
+
+    def _export_failed(self, event: ExportFailed, now: float) -> list[Command]:
+        record = self._suspending(event.trajectory_id, event.epoch)
+        if record is None:
+            return []
+        self._tally["export_failures"] += 1
+        return [self._release(record), *self._settle(record, now)]
+
+    def _abort(self, event: AbortRequested, now: float) -> list[Command]:
+        commands: list[Command] = []
+        for trajectory_id in event.trajectory_ids:
+            record = self._groups.get(trajectory_id)
+            if record is None or record.over:
+                continue
+            if record.on_worker and record.intent is None:
+                worker = record.workers[-1]
+                commands.append(Stop(worker=worker, trajectory_id=trajectory_id, epoch=record.epoch))
+            record.intent = Intent(keep=event.keep, then=event.then)
+            if record.phase is Phase.QUEUED:
+                self._fleet.dequeue(record)
+                record.enter(Phase.SUSPENDED)
+            if record.phase is Phase.SUSPENDED:
+                if event.keep is Keep.NONE:
+                    commands += self._set_image(record, None)
+                commands += self._settle(record, now)
+        return commands
+
+    def _resume(self, event: ResumeRequested, now: float) -> list[Command]:
+        commands: list[Command] = []
+        for trajectory_id in event.trajectory_ids:
+            record = self._groups.get(trajectory_id)
+            if record is None:
+                continue
+            if record.phase is Phase.SUSPENDED:
+                commands += self._enqueue(record, now)
+            elif record.intent is not None and record.intent.then is not Then.FINISH:
+                record.intent = Intent(keep=record.intent.keep, then=Then.REQUEUE)
+        return commands
+
+    def _worker_up(self, event: WorkerUp, now: float) -> list[Command]:
+        worker = self._fleet.get(event.worker)
+        if worker is not None and worker.incarnation == event.incarnation:
+            return []
+        commands = self._lose(worker, now) if worker is not None else []
+        self._fleet.join(event)
+        return commands
+
+    def _worker_down(self, event: WorkerDown, now: float) -> list[Command]:
+        commands: list[Command] = []
+        worker = self._fleet.get(event.worker)
+        if worker is not None and worker.incarnation == event.incarnation:
+            commands += self._lose(worker, now)
+        if event.final:
+            self._fleet.give_up(event.worker, event.error)
+        if self._fleet.hopeless is not None:
+            for record in self._fleet.drain():
+                commands += self._fail(record, self._fleet.hopeless, now)
+        return commands
+
+    def _lose(self, worker: Worker, now: float) -> list[Command]:
+        """A worker is gone, with its KV; the tokens it reported stay."""
+        self._tally["workers_lost"] += 1
+        self._fleet.drop(worker.worker_id)
+        commands: list[Command] = []
+        for trajectory_id in sorted(worker.running):
+            record = self._groups.get(trajectory_id)
+            assert record is not None, f"{worker.worker_id} ran {trajectory_id}, which is unknown"
+            if record.columns:
+                record.kv_tokens = len(record.prompt_ids) + len(record.columns) - 1
+            if record.intent is None:
+                commands += self._enqueue(record, now)
+            else:
+                record.enter(Phase.SUSPENDING)
+                commands += self._settle(record, now)
+        return commands
+
+    # Moves --------------------------------------------------------------------------------------------
+
+    def _dispatch(self) -> list[Command]:
+        commands: list[Command] = []
+        for record, worker in self._fleet.dispatch():
+            if record.suspensions and record.workers:
+                self._tally["resumes"] += 1
+                self._tally["resumed_elsewhere"] += record.worker != worker.worker_id
+            elif record.workers:
+                self._tally["restarts"] += 1
+            record.workers.append(worker.worker_id)
+            record.epoch += 1
+            record.enter(Phase.RESTORING if record.image is not None else Phase.PREFILLING)
+            commands.append(Start(worker=worker.worker_id, assignment=record.assignment(self._slice_tokens)))
+        return commands
+
+    def _enqueue(self, record: Record, now: float) -> list[Command]:
+        """The trajectory waits for a worker, if it has anything left to do and may find one."""
+        if record.budget_spent:
+            return self._end(record, FinishReason.LENGTH, now)
+        if self._fleet.hopeless is not None:
+            return self._fail(record, self._fleet.hopeless, now)
+        if record.phase is not Phase.QUEUED:
+            record.enter(Phase.QUEUED)
+        self._fleet.enqueue(record)
+        return []
+
+    def _settle(self, record: Record, now: float) -> list[Command]:
+        """A stopped trajectory does what its intent says comes then."""
+        intent, record.intent = record.intent, None
+        assert intent is not None, f"{record.trajectory_id}: nothing to settle"
+        if record.phase is not Phase.SUSPENDED:
+            record.enter(Phase.SUSPENDED)
+        match intent.then:
+            case Then.HOLD:
+                return []
+            case Then.FINISH:
+                return self._end(record, FinishReason.ABORT, now)
+            case Then.REQUEUE:
+                return self._enqueue(record, now)
+
+    def _end(self, record: Record, reason: FinishReason, now: float) -> list[Command]:
+        record.enter(Phase.FAILED if reason is FinishReason.ERROR else Phase.FINISHED)
+        record.finish_reason = reason
+        record.finished_at = now
+        record.intent = None
+        self._groups.ended(record)
+        return self._set_image(record, None)
+
+    def _fail(self, record: Record, error: str, now: float) -> list[Command]:
+        record.error = error
+        return self._end(record, FinishReason.ERROR, now)
+
+    def _set_image(self, record: Record, image: Image | None) -> list[Command]:
+        previous, record.image = record.image, image
+        return _retain(record.trajectory_id, previous, image)
+
+    def _release(self, record: Record) -> Release:
+        return Release(worker=record.workers[-1], trajectory_id=record.trajectory_id, epoch=record.epoch)
+
+    def _suspending(self, trajectory_id: TrajectoryId, epoch: int) -> Record | None:
+        record = self._groups.get(trajectory_id)
+        if record is None or record.phase is not Phase.SUSPENDING or record.epoch != epoch:
+            return None
+        return record
+
+
+def _retain(trajectory_id: TrajectoryId, previous: Image | None, image: Image | None) -> list[Command]:
+    """Tell every pool that holds a part of either image what the trajectory needs from now on."""
+    needed: dict[NodeId, set[SegmentId]] = {}
+    for run in _runs(previous):
+        needed.setdefault(run.node, set())
+    for run in _runs(image):
+        needed.setdefault(run.node, set()).add(run.segment)
+    return [
+        Retain(node=node, trajectory_id=trajectory_id, segments=frozenset(segments))
+        for node, segments in needed.items()
+    ]
+
+
+def _runs(image: Image | None) -> Iterable[SegmentRun]:
+    return image.runs if image is not None else ()

@@ -1,0 +1,35 @@
+"""The life of a trajectory as a table of legal moves.
+
+    queued → prefilling | restoring → decoding ⇄ preempted → suspending → suspended → queued …
+
+From every phase on a worker a trajectory may be parked (suspending), lose its worker (queued), end
+(finished) or fail.
+"""
+
+from rollout.types import Phase
+
+ON_WORKER = frozenset({Phase.RESTORING, Phase.PREFILLING, Phase.DECODING, Phase.PREEMPTED})
+"""A worker runs the trajectory, or has it in its own queue."""
+
+OVER = frozenset({Phase.FINISHED, Phase.FAILED})
+"""Nothing leaves these."""
+
+_LEAVE_WORKER = frozenset({Phase.SUSPENDING, Phase.QUEUED}) | OVER
+
+MOVES: dict[Phase, frozenset[Phase]] = {
+    Phase.QUEUED: frozenset({Phase.RESTORING, Phase.PREFILLING, Phase.SUSPENDED}) | OVER,
+    Phase.RESTORING: frozenset({Phase.PREFILLING, Phase.DECODING}) | _LEAVE_WORKER,
+    Phase.PREFILLING: frozenset({Phase.DECODING, Phase.PREEMPTED}) | _LEAVE_WORKER,
+    Phase.DECODING: frozenset({Phase.PREEMPTED}) | _LEAVE_WORKER,
+    Phase.PREEMPTED: frozenset({Phase.PREFILLING, Phase.DECODING}) | _LEAVE_WORKER,
+    Phase.SUSPENDING: frozenset({Phase.SUSPENDED, Phase.QUEUED}) | OVER,
+    Phase.SUSPENDED: frozenset({Phase.QUEUED}) | OVER,
+    Phase.FINISHED: frozenset(),
+    Phase.FAILED: frozenset(),
+}
+
+
+def move(source: Phase, target: Phase) -> Phase:
+    """`target`, if a trajectory may go there from `source`; an illegal move asserts, naming both."""
+    assert target in MOVES[source], f"illegal move {source} → {target}"
+    return target

@@ -1,0 +1,229 @@
+"""What workers tell the controller, what it is told from outside, and what it commands. Frozen values.
+
+Every message about a trajectory on a worker carries the epoch of its assignment. An epoch ends with
+`Finished`, `Parked` or `Failed`, or with its worker; whatever arrives of an older epoch is ignored.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from rollout.types import (
+    Columns,
+    FinishReason,
+    Image,
+    Keep,
+    NodeId,
+    SamplingParams,
+    SegmentId,
+    Then,
+    TrajectoryId,
+    WorkerId,
+)
+
+
+class ParkReason(StrEnum):
+    """Why an engine took a sequence out of the batch."""
+
+    SLICE = "slice"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assignment:
+    """All that a worker needs to start or continue a trajectory."""
+
+    trajectory_id: TrajectoryId
+    epoch: int
+    prompt_ids: tuple[int, ...]
+    output: Columns
+    """What was sampled before."""
+    sampling: SamplingParams
+    seed: int
+    slice_tokens: int | None
+    """Tokens to sample before the engine parks it; None: no limit."""
+    image: Image | None
+    kv_tokens: int
+    """Positions that had KV before; what of it is neither cached nor restored counts as recomputed."""
+
+
+# From a worker ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerEvent:
+    trajectory_id: TrajectoryId
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admitted(WorkerEvent):
+    """The sequence got its pages (again, after a preemption); its KV came from here, in tokens."""
+
+    cached_tokens: int
+    restored_tokens: int
+    recomputed_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreFailed(WorkerEvent):
+    """The image could not be used; the sequence recomputes. `Admitted` was, or will be, told again."""
+
+    error: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampled(WorkerEvent):
+    """New tokens; `offset` is the index of the first one in the trajectory's output."""
+
+    offset: int
+    columns: Columns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preempted(WorkerEvent):
+    """Pages ran out: the sequence's KV was dropped, it waits on the worker."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished(WorkerEvent):
+    reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed(WorkerEvent):
+    error: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parked(WorkerEvent):
+    """Out of the batch; its pages stay until `Release`."""
+
+    reason: ParkReason
+    kv_tokens: int
+    """Positions with KV."""
+    prompt_pages: int
+    """Whole pages of the prompt among them: what a group can share."""
+    page_keys: tuple[bytes, ...]
+    """Names of the whole pages."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Freed(WorkerEvent):
+    """A parked sequence's pages were given back."""
+
+    exclusive_pages: int
+    freed_pages: int
+
+
+# From outside -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerUp:
+    worker: WorkerId
+    node: NodeId
+    incarnation: str
+    """Fresh for every process."""
+    max_running: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerDown:
+    worker: WorkerId
+    incarnation: str
+    error: str
+    final: bool
+    """It will not come back."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerReport:
+    worker: WorkerId
+    incarnation: str
+    events: tuple[WorkerEvent, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """The pool holds the whole image."""
+
+    trajectory_id: TrajectoryId
+    epoch: int
+    image: Image
+    sent_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportFailed:
+    trajectory_id: TrajectoryId
+    epoch: int
+    error: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AbortRequested:
+    trajectory_ids: tuple[TrajectoryId, ...]
+    keep: Keep
+    then: Then
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeRequested:
+    trajectory_ids: tuple[TrajectoryId, ...]
+
+
+Event = WorkerUp | WorkerDown | WorkerReport | Exported | ExportFailed | AbortRequested | ResumeRequested
+
+
+# Commands -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    worker: WorkerId
+    assignment: Assignment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stop:
+    """Park the sequence at the next step boundary."""
+
+    worker: WorkerId
+    trajectory_id: TrajectoryId
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Export:
+    """Have the pool of `node` take the parked sequence's KV from `worker`."""
+
+    worker: WorkerId
+    node: NodeId
+    trajectory_id: TrajectoryId
+    epoch: int
+    kv_tokens: int
+    prompt_pages: int
+    page_keys: tuple[bytes, ...]
+    base: Image | None
+    """An earlier image, whose whole pages need not be sent again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Release:
+    """Free the parked sequence's pages."""
+
+    worker: WorkerId
+    trajectory_id: TrajectoryId
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retain:
+    """From now on the trajectory needs exactly these segments of the pool of `node`."""
+
+    node: NodeId
+    trajectory_id: TrajectoryId
+    segments: frozenset[SegmentId]
+
+
+Command = Start | Stop | Export | Release | Retain

@@ -1,0 +1,1 @@
+"""The decode engine: sequences, scheduler, batches, sampling, and `Engine.step()`."""

@@ -1,0 +1,95 @@
+"""Runs the model for one plan and samples: at most one prefill forward and one decode forward.
+
+In deterministic mode every chunk is a forward of its own, padded to one length, and the decode batch
+is padded to one size, so that the bits of a row never depend on what else is running.
+"""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rollout.attention import Attention
+from rollout.engine.batch import Forward, decode_forward, prefill_forward
+from rollout.engine.sampling import Sampler, SamplingBatch
+from rollout.engine.scheduler import Chunk, Limits, Plan
+from rollout.engine.sequence import Sequence
+from rollout.kv.storage import KVStorage
+from rollout.model.decoder import Decoder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draw:
+    """A token sampled after everything that `sequence` knows."""
+
+    sequence: Sequence
+    token: int
+    logprob: float
+
+
+class Runner:
+    """The decoder, its KV pages and the sampler of one worker."""
+
+    def __init__(
+        self, decoder: Decoder, attention: Attention, storage: KVStorage, sampler: Sampler, limits: Limits
+    ) -> None:
+        self._decoder = decoder
+        self._attention = attention
+        self._storage = storage
+        self._sampler = sampler
+        self._limits = limits
+        self._device = storage.pages.device
+
+    @torch.inference_mode()
+    def run(self, plan: Plan) -> list[Draw]:
+        """Compute the KV of the plan's positions; draw where they reach the end of what is known."""
+        draws: list[Draw] = []
+        alone = self._limits.deterministic
+        for chunks in ([chunk] for chunk in plan.prefill) if alone else [plan.prefill] if plan.prefill else []:
+            draws += self._prefill(chunks)
+        if plan.decode:
+            draws += self._decode(plan.decode)
+        return draws
+
+    def _prefill(self, chunks: Seq[Chunk]) -> list[Draw]:
+        rows = self._limits.chunk_tokens if self._limits.deterministic else None
+        hidden_TE = self._forward(
+            prefill_forward(chunks, rows=rows, page_tokens=self._storage.page_tokens, device=self._device)
+        )
+        last_rows: list[int] = []
+        complete: list[Sequence] = []
+        row = 0
+        for chunk in chunks:
+            row += chunk.end - chunk.start
+            if chunk.end == len(chunk.sequence.tokens):
+                last_rows.append(row - 1)
+                complete.append(chunk.sequence)
+        if not complete:
+            return []
+        return self._sample(hidden_TE[last_rows], complete)
+
+    def _decode(self, sequences: Seq[Sequence]) -> list[Draw]:
+        rows = self._limits.max_running if self._limits.deterministic else None
+        hidden_BE = self._forward(
+            decode_forward(sequences, rows=rows, page_tokens=self._storage.page_tokens, device=self._device)
+        )
+        draws = self._sample(hidden_BE, sequences)
+        return [draw for draw in draws if draw.sequence.computed + 1 == len(draw.sequence.tokens)]
+
+    def _forward(self, forward: Forward) -> Tensor:
+        return self._decoder.forward(
+            forward.ids_T, forward.positions_T, self._storage.pages, self._attention, forward.attention
+        )
+
+    def _sample(self, hidden_RE: Tensor, sequences: Seq[Sequence]) -> list[Draw]:
+        """One draw for each of the first rows; rows past `sequences` are padding."""
+        batch = SamplingBatch(
+            params=tuple(sequence.assignment.sampling for sequence in sequences),
+            seeds=tuple(sequence.assignment.seed for sequence in sequences),
+            positions=tuple(len(sequence.tokens) for sequence in sequences),
+            banned=tuple(sequence.banned_ids for sequence in sequences),
+        )
+        ids_R, logprobs_R = self._sampler.sample(self._decoder.logits(hidden_RE), batch)
+        drawn = zip(sequences, ids_R.tolist(), logprobs_R.tolist(), strict=False)
+        return [Draw(sequence=sequence, token=token, logprob=logprob) for sequence, token, logprob in drawn]

@@ -1,0 +1,119 @@
+"""A trajectory while an engine runs it. Integers and lists only, no torch.
+
+A sequence of n tokens has KV for n - 1 once it decodes: the last token is fed by the next step.
+`computed` counts the positions with KV. In deterministic mode prompt positions are only ever written
+by prefill and output positions by decode steps, so a recomputation replays history.
+"""
+
+from enum import StrEnum
+
+from rollout.control.messages import Assignment
+from rollout.kv.cache import Holding
+from rollout.types import Columns, FinishReason, SequenceKey, Version
+
+
+class Status(StrEnum):
+    WAITING = "waiting"
+    RESTORING = "restoring"
+    RUNNING = "running"
+    PARKED = "parked"
+
+
+class Sequence:
+    """Tokens, KV progress and page table of one assignment."""
+
+    __slots__ = (
+        "abort",
+        "assignment",
+        "columns",
+        "computed",
+        "deterministic",
+        "holding",
+        "image",
+        "kv_seen",
+        "max_total",
+        "slice_end",
+        "status",
+        "stop_ids",
+        "tokens",
+    )
+
+    def __init__(
+        self, assignment: Assignment, *, eos_ids: tuple[int, ...], max_context: int, deterministic: bool
+    ) -> None:
+        sampling = assignment.sampling
+        self.assignment = assignment
+        self.columns = Columns(assignment.output.ids, assignment.output.logprobs, assignment.output.versions)
+        self.tokens = [*assignment.prompt_ids, *assignment.output.ids]
+        self.deterministic = deterministic
+        self.max_total = min(max_context, len(assignment.prompt_ids) + sampling.max_new_tokens)
+        self.stop_ids = frozenset(sampling.stop_token_ids) | (
+            frozenset() if sampling.ignore_eos else frozenset(eos_ids)
+        )
+        self.slice_end = None if assignment.slice_tokens is None else len(self.columns) + assignment.slice_tokens
+        self.image = assignment.image
+        self.kv_seen = assignment.kv_tokens
+        self.status = Status.WAITING
+        self.computed = 0
+        self.holding: Holding | None = None
+        self.abort = False
+
+    @property
+    def key(self) -> SequenceKey:
+        return (self.assignment.trajectory_id, self.assignment.epoch)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.assignment.prompt_ids)
+
+    @property
+    def pages(self) -> Holding:
+        assert self.holding is not None, f"{self.key} holds no pages"
+        return self.holding
+
+    @property
+    def prefill_end(self) -> int:
+        """Positions that prefill writes: the prompt; outside deterministic mode everything known."""
+        return self.prompt_tokens if self.deterministic else len(self.tokens)
+
+    @property
+    def needs_prefill(self) -> bool:
+        """Whether the next position is for prefill: not if a decode step can feed the last token."""
+        feeds_last = self.computed == len(self.tokens) - 1 > 0 and not self.deterministic
+        return self.computed < self.prefill_end and not feeds_last
+
+    @property
+    def reusable_end(self) -> int:
+        """Positions whose KV may come from the prefix tree: one token at least must be fed."""
+        known = self.prompt_tokens if self.deterministic else len(self.tokens)
+        return min(known, len(self.tokens) - 1)
+
+    @property
+    def shareable_end(self) -> int:
+        """Positions whose KV may go into the prefix tree."""
+        return min(self.computed, self.prompt_tokens) if self.deterministic else self.computed
+
+    @property
+    def banned_ids(self) -> tuple[int, ...]:
+        """Ids that the next token may not be."""
+        return tuple(self.stop_ids) if len(self.columns) < self.assignment.sampling.min_new_tokens else ()
+
+    def advance(self, tokens: int) -> bool:
+        """`tokens` more positions have KV; True if the last one's logits give a new token."""
+        self.computed += tokens
+        self.kv_seen = max(self.kv_seen, self.computed)
+        return self.computed == len(self.tokens)
+
+    def accept(self, token: int, logprob: float, version: Version) -> FinishReason | None:
+        """Append a sampled token; the reason if it is the last one. Stop is looked at before length."""
+        self.tokens.append(token)
+        self.columns.append(token, logprob, version)
+        if token in self.stop_ids:
+            return FinishReason.STOP
+        if len(self.tokens) >= self.max_total:
+            return FinishReason.LENGTH
+        return None
+
+    @property
+    def slice_over(self) -> bool:
+        return self.slice_end is not None and len(self.columns) >= self.slice_end

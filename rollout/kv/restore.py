@@ -1,0 +1,111 @@
+"""Restores: images from the pool into reserved pages, on one copy thread, while decoding goes on.
+
+The engine submits a restore with pages it has reserved and polls for completed ones at every step. A
+restore either puts every byte in place, verified, or fails as a whole; its pages are the caller's again
+only when it is completed. The thread makes plain copies and runs no torch operator on CPU.
+"""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+
+from rollout.errors import DeadlineError, KVError, SegmentDamagedError
+from rollout.kv.image import Buffer, Manifest, verify
+from rollout.kv.keys import Fingerprint
+from rollout.kv.storage import KVStorage
+from rollout.types import Image, SegmentRun, SequenceKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """What a reader hands out: a manifest and views of shared memory."""
+
+    manifest: Manifest
+    buffers: Sequence[Buffer]
+
+
+class ImageReader(Protocol):
+    """Where segments come from."""
+
+    def open(self, runs: Sequence[SegmentRun]) -> contextlib.AbstractContextManager[Sequence[Segment]]:
+        """The segment of each run, valid inside the context.
+
+        Raises `KVError` or `DeadlineError`; returns before the reader's own deadline.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """A completed restore; `error` says why it failed."""
+
+    key: SequenceKey
+    tokens: int
+    error: str | None
+
+
+class Restorer:
+    """Runs restores one after the other and reports their completion."""
+
+    def __init__(
+        self, storage: KVStorage, fingerprint: Fingerprint, reader: ImageReader, wake: Callable[[], None]
+    ) -> None:
+        """`wake` is called from the copy thread when a restore is completed."""
+        self._storage = storage
+        self._fingerprint = fingerprint
+        self._reader = reader
+        self._wake = wake
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="restore")
+        self._pending: dict[SequenceKey, tuple[int, Future[None]]] = {}
+        self.restored_bytes = 0
+
+    def submit(self, key: SequenceKey, image: Image, first_page: int, pages: Sequence[int]) -> None:
+        """Read pages `first_page`… of `image` into `pages`."""
+        future = self._thread.submit(self._restore, image, first_page, pages)
+        self._pending[key] = (image.kv_tokens, future)
+        future.add_done_callback(lambda _: self._wake())
+
+    def poll(self) -> list[Restored]:
+        """Restores completed since the last call."""
+        completed = []
+        for key, (tokens, future) in list(self._pending.items()):
+            if not future.done():
+                continue
+            del self._pending[key]
+            error = future.exception()
+            if error is not None and not isinstance(error, (KVError, DeadlineError)):
+                raise error
+            completed.append(Restored(key=key, tokens=tokens, error=str(error) if error else None))
+        return completed
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _restore(self, image: Image, first_page: int, pages: Sequence[int]) -> None:
+        page_tokens = self._storage.page_tokens
+        if image.pages != -(-image.kv_tokens // page_tokens) or len(pages) != image.pages - first_page:
+            raise SegmentDamagedError(f"image of {image.pages} pages for {image.kv_tokens} tokens")
+        runs = _from_page(image.runs, first_page)
+        with self._reader.open(runs) as segments:
+            done = 0
+            for run, segment in zip(runs, segments, strict=True):
+                part = range(run.first, run.first + run.pages)
+                tokens = min(run.pages * page_tokens, image.kv_tokens - (first_page + done) * page_tokens)
+                verify(segment.manifest, segment.buffers, part, tokens, self._fingerprint)
+                targets = pages[done : done + run.pages]
+                self._storage.scatter(targets, tokens, [segment.buffers[index] for index in part])
+                self.restored_bytes += tokens * self._storage.token_bytes
+                done += run.pages
+
+
+def _from_page(runs: Sequence[SegmentRun], first_page: int) -> list[SegmentRun]:
+    """The runs of an image without its first `first_page` pages."""
+    rest = []
+    for run in runs:
+        skip = min(first_page, run.pages)
+        first_page -= skip
+        if skip < run.pages:
+            rest.append(SegmentRun(node=run.node, segment=run.segment, first=run.first + skip, pages=run.pages - skip))
+    return rest
