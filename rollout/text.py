@@ -112,10 +112,10 @@ class Tokenizer:
         if self._template is None:
             raise ConfigError("chat messages need a chat template, and this model's tokenizer has none")
         chat = [_plain_message(index, message) for index, message in enumerate(messages)]
+        variables = {"messages": chat, "add_generation_prompt": add_generation_prompt, **self._special_tokens}
         try:
-            text = self._template.render(
-                messages=chat, add_generation_prompt=add_generation_prompt, **self._special_tokens
-            )
+            # Templates test the last two against none, without asking first whether they are defined.
+            text = self._template.render(variables, tools=None, documents=None)
         except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
             raise InvalidPromptError(f"the chat template refused the messages: {error}") from None
         return self._encode_prompt(text, add_special_tokens=False)
@@ -126,7 +126,7 @@ class Tokenizer:
         Raises `InvalidPromptError` for anything but a string, chat messages or ids of this vocabulary.
         """
         match prompt:
-            case "":
+            case str() if not prompt:
                 raise InvalidPromptError(f"empty string; allowed: {_ALLOWED}")
             case str() if chat and self._template is not None:
                 ids = self.apply_chat_template([{"role": "user", "content": prompt}])
