@@ -143,13 +143,12 @@ def _decode_blocks(batch: DecodeBatch, k_pages: Tensor) -> Iterator[_Block]:
 def _prefill_blocks(
     table_P: Tensor, positions_t: Tensor, key_length: int, k_pages: Tensor, *, groups: int
 ) -> Iterator[_Block]:
-    """Blocks of one sequence, for queries at `positions_t`; those at `key_length` and past it are padding."""
+    """Blocks of one sequence, for queries at `positions_t`; from `key_length` on they are padding."""
     position_C = torch.arange(_round_up(key_length), device=k_pages.device)
     position_1C = position_C.masked_fill(position_C >= key_length, 0)[None]
     rows_C = _token_index(table_P[None], position_1C, k_pages)[0]
-    limit_t = positions_t.clamp(max=key_length - 1)
     for block in _block_slices(position_C):
-        bias_tb = _bias(position_C[block] > limit_t[:, None])
+        bias_tb = _bias(position_C[block] > positions_t[:, None])
         yield _Block(rows_Bb=rows_C[block], bias_RMb=bias_tb.repeat(1, groups, 1))
 
 

@@ -72,9 +72,17 @@ class Layout:
     """Chunks in pages `[pages, LAYERS, 2, page_tokens, K, H]`; `run` gives the output of each chunk."""
 
     def __init__(
-        self, chunks: Sequence[Chunk], *, page_tokens: int, seed: int = 0, padding: int = 0, spare_columns: int = 0
+        self,
+        chunks: Sequence[Chunk],
+        *,
+        page_tokens: int,
+        seed: int = 0,
+        padding: int = 0,
+        spare_columns: int = 0,
+        device: str = "cpu",
     ) -> None:
         self.chunks = chunks
+        self._device = device
         self.page_tokens = page_tokens
         self._padding = padding
         self._random = torch.Generator().manual_seed(seed)
@@ -90,6 +98,7 @@ class Layout:
             pages, slots = self._places(s, torch.arange(chunk.context))
             self.pages[pages, LAYER, 0, slots] = chunk.k_lKH[: chunk.context]
             self.pages[pages, LAYER, 1, slots] = chunk.v_lKH[: chunk.context]
+        self.pages = self.pages.to(device)
 
     @property
     def k_pages(self) -> Tensor:
@@ -109,19 +118,19 @@ class Layout:
         places = [self._places(s, torch.arange(c.context, c.length)) for s, c in enumerate(self.chunks)]
         nowhere = torch.zeros(self._padding, dtype=torch.int64)
         batch = PrefillBatch(
-            tables_SP=self.tables_SP,
-            cu_queries=_offsets(new),
-            cu_keys=_offsets(lengths),
+            tables_SP=self.tables_SP.to(self._device),
+            cu_queries=_offsets(new).to(self._device),
+            cu_keys=_offsets(lengths).to(self._device),
             query_lengths=tuple(new),
             key_lengths=tuple(lengths),
-            write_pages_T=torch.cat([pages for pages, _ in places] + [nowhere]),
-            write_slots_T=torch.cat([slots for _, slots in places] + [nowhere]),
+            write_pages_T=torch.cat([pages for pages, _ in places] + [nowhere]).to(self._device),
+            write_slots_T=torch.cat([slots for _, slots in places] + [nowhere]).to(self._device),
         )
         out = attention.prefill(*self._new_rows(), self.k_pages, self.v_pages, batch)
         assert out.shape == (sum(new) + self._padding, *self.chunks[0].q_tNH.shape[1:])
         assert out.dtype == self._dtype
         assert out.isfinite().all()
-        return list(out[: sum(new)].split(new))
+        return list(out[: sum(new)].cpu().split(new))
 
     def decode(self, attention: Attention) -> list[Tensor]:
         assert all(chunk.new == 1 for chunk in self.chunks)
@@ -129,16 +138,16 @@ class Layout:
         places = [self._places(s, torch.tensor([context])) for s, context in enumerate(contexts)]
         nowhere = torch.zeros(self._padding, dtype=torch.int64)
         batch = DecodeBatch(
-            tables_BP=torch.nn.functional.pad(self.tables_SP, (0, 0, 0, self._padding)),
-            lengths_B=torch.tensor([*contexts, *nowhere], dtype=torch.int32),
+            tables_BP=torch.nn.functional.pad(self.tables_SP, (0, 0, 0, self._padding)).to(self._device),
+            lengths_B=torch.tensor([*contexts, *nowhere], dtype=torch.int32, device=self._device),
             max_length=max(contexts),
-            write_pages_B=torch.cat([pages for pages, _ in places] + [nowhere]),
-            write_slots_B=torch.cat([slots for _, slots in places] + [nowhere]),
+            write_pages_B=torch.cat([pages for pages, _ in places] + [nowhere]).to(self._device),
+            write_slots_B=torch.cat([slots for _, slots in places] + [nowhere]).to(self._device),
         )
         out = attention.decode(*self._new_rows(), self.k_pages, self.v_pages, batch)
         assert out.shape == (len(contexts) + self._padding, *self.chunks[0].q_tNH.shape[1:])
         assert out.dtype == self._dtype
-        return list(out[: len(contexts)].split(1))
+        return list(out[: len(contexts)].cpu().split(1))
 
     def _places(self, s: int, position: Tensor) -> tuple[Tensor, Tensor]:
         return self.tables_SP[s, position // self.page_tokens].long(), position % self.page_tokens
@@ -147,7 +156,7 @@ class Layout:
         """q, k, v of all new tokens and random padding, as the slices of one tensor that a fused linear gives."""
         rows = [torch.cat([c.q_tNH, c.k_lKH[c.context :], c.v_lKH[c.context :]], dim=1) for c in self.chunks]
         garbage = torch.randn(self._padding, *rows[0].shape[1:], generator=self._random).to(self._dtype)
-        qkv = torch.cat([*rows, garbage])
+        qkv = torch.cat([*rows, garbage]).to(self._device)
         N, K = self.chunks[0].q_tNH.shape[1], self.chunks[0].k_lKH.shape[1]
         return qkv[:, :N], qkv[:, N : N + K], qkv[:, N + K :]
 

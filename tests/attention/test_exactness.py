@@ -5,12 +5,28 @@ from collections.abc import Sequence
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollout.attention import make_attention
 from tests.attention.paged import Chunk, Heads, Layout, make_chunk
 
 pytestmark = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 B = 7
+
+
+class Products(TorchDispatchMode):
+    """Collects the shapes of all matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[torch.Size, torch.Size]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "mm" in str(func):
+            self.shapes.append((args[0].shape, args[1].shape))
+        return func(*args, **(kwargs or {}))
+
+
 HEADS = [Heads(N=9, K=3, H=64), Heads(N=4, K=4, H=16), Heads(N=6, K=2, H=40)]
 all_heads = pytest.mark.parametrize("heads", HEADS, ids=str)
 
@@ -91,3 +107,23 @@ def test_prefill_row_does_not_depend_on_rows_after_it(dtype: torch.dtype) -> Non
     attention = make_attention("torch", deterministic=True)
     outs = Layout([short], page_tokens=16, padding=44).prefill(attention)
     assert torch.equal(outs[0], Layout([full], page_tokens=16).prefill(attention)[0][:20])
+
+
+def test_products_of_a_padded_prefill_have_the_shape_of_the_padded_chunk(dtype: torch.dtype) -> None:
+    shapes = []
+    for new in (64, 40, 1):
+        chunk = make_chunk(5, context=64, new=new, dtype=dtype, heads=HEADS[0])
+        with Products() as products:
+            Layout([chunk], page_tokens=16, padding=64 - new).prefill(make_attention("torch", deterministic=True))
+        shapes.append(products.shapes)
+    assert len(shapes[0]) == 4
+    assert shapes[0] == shapes[1] == shapes[2]
+
+
+def test_products_of_a_decode_do_not_know_the_longest_context(dtype: torch.dtype) -> None:
+    for longest in (5, 300):
+        with Products() as products:
+            decode(rows([10, longest], dtype, HEADS[0]))
+        assert set(products.shapes) == {
+            (torch.Size([B * 3, 3, 64]), torch.Size([B * 3, 64, 64])),
+        }
