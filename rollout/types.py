@@ -281,3 +281,13 @@ class AbortReport:
     """Not stopped before `timeout_s`; the abort stays in force."""
     partials: tuple[Trajectory, ...] = ()
     """The tokens so far of every trajectory in `found`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeReport:
+    """What a resume met."""
+
+    resumed: tuple[TrajectoryId, ...] = ()
+    """Queued, or running already."""
+    unknown: tuple[TrajectoryId, ...] = ()
+    """No such trajectory, or over."""

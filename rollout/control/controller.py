@@ -10,7 +10,7 @@ what workers and pools hold is a cache of them. Invariants:
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from rollout.control.fleet import Fleet, Worker
 from rollout.control.messages import (
@@ -87,15 +87,22 @@ class Controller:
     def record(self, trajectory_id: TrajectoryId) -> Record | None:
         return self._groups.get(trajectory_id)
 
-    @property
-    def trajectory_ids(self) -> tuple[TrajectoryId, ...]:
-        """All that were not handed out."""
-        return tuple(record.trajectory_id for record in self._groups.records())
+    def resolve(self, ids: Sequence[str] | None) -> tuple[list[Record], tuple[TrajectoryId, ...]]:
+        """The trajectories that `ids` name, a group's id standing for its members, and the ids that name none.
+
+        None names all that were not handed out.
+        """
+        return self._groups.resolve(ids)
 
     @property
     def complete_groups(self) -> int:
         """Finished groups that were not taken."""
         return self._groups.complete
+
+    @property
+    def live_groups(self) -> int:
+        """Groups that were not taken, finished or not."""
+        return self._groups.live
 
     @property
     def phases(self) -> dict[Phase, int]:

@@ -1,6 +1,7 @@
 """What the controller knows of a trajectory, and of the groups they form. Mutated by the controller only."""
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -171,6 +172,25 @@ class Groups:
 
     def records(self) -> tuple[Record, ...]:
         return tuple(self._records.values())
+
+    def resolve(self, ids: Sequence[str] | None) -> tuple[list[Record], tuple[TrajectoryId, ...]]:
+        """The records that `ids` name, each once, and the ids that name none; a group's id names its members."""
+        if ids is None:
+            return list(self._records.values()), ()
+        known: dict[TrajectoryId, Record] = {}
+        unknown: list[TrajectoryId] = []
+        for name in ids:
+            record = self._records.get(TrajectoryId(name))
+            members = [record] if record is not None else self._groups.get(GroupId(name), [])
+            known.update((member.trajectory_id, member) for member in members)
+            if not members:
+                unknown.append(TrajectoryId(name))
+        return list(known.values()), tuple(unknown)
+
+    @property
+    def live(self) -> int:
+        """Groups that were not handed out."""
+        return len(self._groups)
 
     @property
     def complete(self) -> int:

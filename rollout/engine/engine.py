@@ -64,6 +64,8 @@ class Engine:
         self._admissions: dict[SequenceKey, Admission] = {}
         """Of sequences that are restoring."""
         self._events: list[WorkerEvent] = []
+        self.blocked = False
+        """The last step could run nothing: only a command or a completed copy changes that."""
         self._steps = 0
         self._prefilled = 0
         self._decoded = 0
@@ -126,6 +128,7 @@ class Engine:
         """Run one step; returns what happened since the last one, in order."""
         self._complete_restores()
         plan = self._scheduler.plan()
+        self.blocked = not (plan.admitted or plan.prefill or plan.decode or plan.preempted)
         self._launch(plan)
         draws = self._runner.run(plan)
         self._commit(plan, draws)

@@ -48,7 +48,8 @@ class KVStorage:
         """
         self._check(pages, tokens)
         if self._copies is None:
-            return [_bytes(self._valid(page, i, tokens).contiguous()) for i, page in enumerate(pages)]
+            parts = [self._valid(page, i, tokens).view(torch.uint8).numpy() for i, page in enumerate(pages)]
+            return [np.ascontiguousarray(part).reshape(-1) for part in parts]
         self._copies.wait_stream(torch.cuda.default_stream(self.pages.device))
         with torch.cuda.stream(self._copies):
             staged = []
@@ -58,7 +59,7 @@ class KVStorage:
                 host.copy_(valid, non_blocking=True)
                 staged.append(host)
         self._copies.synchronize()
-        return [_bytes(host) for host in staged]
+        return [host.view(torch.uint8).numpy().reshape(-1) for host in staged]
 
     def scatter(self, pages: Sequence[int], tokens: int, buffers: Sequence[Buffer]) -> None:
         """Write buffers as `gather` makes them into `pages`; returns when the bytes are in place."""
@@ -88,8 +89,3 @@ class KVStorage:
 
     def _check(self, pages: Sequence[int], tokens: int) -> None:
         assert (len(pages) - 1) * self.page_tokens < tokens <= len(pages) * self.page_tokens, (len(pages), tokens)
-
-
-def _bytes(host: Tensor) -> Buffer:
-    """The bytes of a contiguous host tensor, without a copy."""
-    return host.view(torch.uint8).numpy().reshape(-1)

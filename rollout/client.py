@@ -1,0 +1,282 @@
+"""What drivers import: `start` or `connect`, then submit prompts and take finished groups.
+
+`AsyncRollout` is the client; `Rollout` is the same surface for drivers without an event loop. Prompts are
+turned into token ids here, so a bad one raises where it was passed and reaches nobody else.
+"""
+
+import asyncio
+import itertools
+import threading
+import uuid
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from enum import Enum
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Literal, Self, TypeVar
+
+from rollout.cluster.description import ServiceDescription
+from rollout.cluster.launch import Service, call, connect_ray, find, launch
+from rollout.config import Config, load_config
+from rollout.control.records import Submission
+from rollout.errors import InvalidPromptError, InvalidSamplingError, PromptTooLongError
+from rollout.metrics import ServiceStats
+from rollout.text import Prompt, Tokenizer
+from rollout.types import (
+    AbortReport,
+    Delivery,
+    GroupId,
+    Keep,
+    ResumeReport,
+    SamplingParams,
+    Then,
+    TrajectoryId,
+    trajectory_seed,
+)
+
+CALL_S = 30.0
+"""Deadline of a call that should answer at once, and grace of one with a timeout of its own."""
+
+T = TypeVar("T")
+
+
+class _All(Enum):
+    ALL = "all"
+
+
+ALL: Final = _All.ALL
+"""Every trajectory that was not handed out."""
+
+Ids = Sequence[TrajectoryId | GroupId | str] | Literal[_All.ALL]
+"""Trajectory ids; a group's id stands for all its members."""
+
+
+class AsyncRollout:
+    """A client of a running service."""
+
+    def __init__(
+        self, controller: Any, description: ServiceDescription, *, key_prefix: str, on_close: Callable[[], None] | None
+    ) -> None:
+        """`on_close` ends the service; None if somebody else owns it."""
+        self._controller = controller
+        self._config = description.config
+        self._max_context = description.max_context
+        self._vocab_size = description.vocab_size
+        self._sampling = description.config.sampling.resolve(description.generation_defaults)
+        self._keys = (f"{key_prefix}{number}" for number in itertools.count())
+        self._on_close = on_close
+        self.tokenizer = Tokenizer(description.tokenizer)
+
+    @property
+    def config(self) -> Config:
+        return self._config
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """What a submission without parameters of its own uses."""
+        return self._sampling
+
+    async def submit(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        n: int = 1,
+        sampling: SamplingParams | None = None,
+        key: str | Sequence[str] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        chat: bool | None = None,
+    ) -> list[GroupId]:
+        """Queue `n` trajectories of each prompt; returns one group id a prompt, which is its key.
+
+        A prompt is a string, a list of chat messages or a list of token ids; a list of those is several. With
+        `chat` (default: run.chat) a string is one user message. Seeds follow from the run seed, or
+        `sampling.seed`, and the key, so equal keys draw equal tokens.
+
+        Raises `InvalidPromptError`, `PromptTooLongError`, `InvalidSamplingError` or `DuplicateKeyError`;
+        nothing of the call is queued then, but for a duplicate key what came before it.
+        """
+        several = _several(prompts)
+        if n < 1:
+            raise InvalidSamplingError(f"n: got {n}, allowed: >= 1")
+        keys = [key] if isinstance(key, str) else list(key) if key is not None else None
+        if keys is not None and len(keys) != len(several):
+            raise InvalidPromptError(f"key: got {len(keys)} for {len(several)} prompts")
+        submissions = [
+            self._submission(prompt, name, n, sampling or self._sampling, dict(metadata or {}), chat)
+            for prompt, name in zip(several, keys or itertools.islice(self._keys, len(several)), strict=True)
+        ]
+        await self._call(self._controller.submit, submissions)
+        return [submission.group_id for submission in submissions]
+
+    async def next_groups(self, k: int = 1, timeout_s: float = 600.0) -> list[Delivery]:
+        """Up to `k` finished groups, each handed out once: as soon as there are `k`, or no more to come, or
+        at the timeout what there is."""
+        deliveries: list[Delivery] = await self._call(
+            self._controller.next_groups, k, timeout_s, timeout_s=timeout_s + CALL_S
+        )
+        return deliveries
+
+    async def abort(
+        self, ids: Ids = ALL, *, keep: Keep | str = Keep.AUTO, then: Then | str = Then.HOLD, timeout_s: float = 60.0
+    ) -> AbortReport:
+        """Stop trajectories at their next step, store or drop their KV, and report their tokens so far.
+
+        Raises `ValueError` for a `keep` or `then` that does not exist.
+        """
+        report: AbortReport = await self._call(
+            self._controller.abort, _names(ids), Keep(keep), Then(then), timeout_s, timeout_s=timeout_s + CALL_S
+        )
+        return report
+
+    async def resume(self, ids: Ids = ALL) -> ResumeReport:
+        """Queue suspended trajectories again; they continue exactly where they stopped."""
+        report: ResumeReport = await self._call(self._controller.resume, _names(ids))
+        return report
+
+    async def stats(self) -> ServiceStats:
+        """Counters and snapshots of every part of the service."""
+        stats: ServiceStats = await self._call(self._controller.stats)
+        return stats
+
+    async def close(self) -> None:
+        """Leave the service, and end it if this client started it. Closing twice is harmless."""
+        if self._on_close is not None:
+            on_close, self._on_close = self._on_close, None
+            await asyncio.get_running_loop().run_in_executor(None, on_close)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def _submission(
+        self,
+        prompt: Prompt,
+        key: str,
+        n: int,
+        sampling: SamplingParams,
+        metadata: dict[str, Any],
+        chat: bool | None,
+    ) -> Submission:
+        ids = self.tokenizer.prompt_ids(prompt, chat=self._config.run.chat if chat is None else chat)
+        if len(ids) >= self._max_context:
+            raise PromptTooLongError(
+                f"{key}: the prompt has {len(ids)} tokens, allowed: fewer than the context of {self._max_context}"
+            )
+        if max(ids) >= self._vocab_size:
+            raise InvalidPromptError(f"{key}: token id {max(ids)}, allowed: 0 … {self._vocab_size - 1}")
+        seeds = tuple(
+            trajectory_seed(request_seed=sampling.seed, run_seed=self._config.run.seed, key=key, sample_index=index)
+            for index in range(n)
+        )
+        return Submission(group_id=GroupId(key), prompt_ids=ids, sampling=sampling, seeds=seeds, metadata=metadata)
+
+    async def _call(self, method: Any, *args: Any, timeout_s: float = CALL_S) -> Any:
+        return await call(method, *args, timeout_s=timeout_s)
+
+
+class Rollout:
+    """The same surface for drivers without an event loop; `aio` is the asynchronous client behind it."""
+
+    def __init__(self, aio: AsyncRollout) -> None:
+        self.aio = aio
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="rollout-client", daemon=True)
+        self._thread.start()
+
+    @property
+    def config(self) -> Config:
+        return self.aio.config
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.aio.tokenizer
+
+    def submit(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        n: int = 1,
+        sampling: SamplingParams | None = None,
+        key: str | Sequence[str] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        chat: bool | None = None,
+    ) -> list[GroupId]:
+        """As `AsyncRollout.submit`."""
+        return self._run(self.aio.submit(prompts, n=n, sampling=sampling, key=key, metadata=metadata, chat=chat))
+
+    def next_groups(self, k: int = 1, timeout_s: float = 600.0) -> list[Delivery]:
+        """As `AsyncRollout.next_groups`."""
+        return self._run(self.aio.next_groups(k, timeout_s))
+
+    def abort(
+        self, ids: Ids = ALL, *, keep: Keep | str = Keep.AUTO, then: Then | str = Then.HOLD, timeout_s: float = 60.0
+    ) -> AbortReport:
+        """As `AsyncRollout.abort`."""
+        return self._run(self.aio.abort(ids, keep=keep, then=then, timeout_s=timeout_s))
+
+    def resume(self, ids: Ids = ALL) -> ResumeReport:
+        """As `AsyncRollout.resume`."""
+        return self._run(self.aio.resume(ids))
+
+    def stats(self) -> ServiceStats:
+        """As `AsyncRollout.stats`."""
+        return self._run(self.aio.stats())
+
+    def close(self) -> None:
+        """As `AsyncRollout.close`."""
+        if self._loop.is_closed():
+            return
+        self._run(self.aio.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+
+def start(config: Config | Mapping[str, Any] | Path | str) -> Rollout:
+    """Start a service in the Ray cluster that the configuration or the environment names, else in a local one.
+
+    `config` is a configuration, a mapping, or the path of a YAML file. The service ends with `close`, or
+    with this process. Raises `ConfigError` for what cannot work and `DeadlineError` if it is not up in time.
+    """
+    resolved = config if isinstance(config, Config) else load_config(config)
+    service = launch(resolved)
+    return _client(service.controller, key_prefix="", service=service)
+
+
+def connect(name: str = "rollout", address: str | None = None) -> Rollout:
+    """A client of the running service `name`; closing it leaves the service running.
+
+    Raises `ServiceNotFoundError`.
+    """
+    connect_ray(address)
+    return _client(find(name), key_prefix=f"{uuid.uuid4().hex[:8]}-", service=None)
+
+
+def _client(controller: Any, *, key_prefix: str, service: Service | None) -> Rollout:
+    description: ServiceDescription = asyncio.run(call(controller.describe, timeout_s=CALL_S))
+    on_close = service.close if service is not None else None
+    return Rollout(AsyncRollout(controller, description, key_prefix=key_prefix, on_close=on_close))
+
+
+def _several(prompts: Any) -> list[Prompt]:
+    """The prompts of a submission: a sequence of strings or of sequences is several, anything else is one."""
+    is_list = isinstance(prompts, Sequence) and not isinstance(prompts, str) and bool(prompts)
+    return list(prompts) if is_list and all(isinstance(prompt, Sequence) for prompt in prompts) else [prompts]
+
+
+def _names(ids: Ids) -> list[str] | None:
+    return None if ids is ALL else [str(name) for name in ids]

@@ -1,0 +1,203 @@
+"""An engine on a thread of its own, with the queues around it. What a worker actor hosts; no Ray here.
+
+The engine thread takes messages from the inbox, steps, and appends what happened to the outbox, which is
+polled: the one call here that waits, at most as long as it was told. Exports run on the caller's thread,
+beside decoding, and read only pages of parked sequences.
+"""
+
+import logging
+import os
+import queue
+import threading
+import time
+import uuid
+from collections.abc import Callable
+
+import torch
+
+from rollout.cluster.description import Batch, WorkerDescription
+from rollout.cluster.exports import Exports
+from rollout.config import Config
+from rollout.control.messages import Assignment, Failed, Parked, Sampled, WorkerEvent
+from rollout.engine.assembly import assemble
+from rollout.errors import RequestError
+from rollout.kv.image import Buffer, Manifest, describe
+from rollout.kv.restore import ImageReader
+from rollout.metrics import WorkerStats
+from rollout.model.spec import read_spec
+from rollout.types import NodeId, SequenceKey, Version, WorkerId
+
+logger = logging.getLogger(__name__)
+
+IDLE_S = 0.5
+"""Longest sleep of an engine thread that nobody wakes; bounds how late a deadline is seen."""
+
+
+class Host:
+    """Loads the model, then runs the engine until the process ends."""
+
+    def __init__(self, worker: WorkerId, node: NodeId, incarnation: str, config: Config, reader: ImageReader) -> None:
+        """Raises `ConfigError` if the configuration and this machine do not fit together."""
+        self._worker = worker
+        self._node = node
+        self._incarnation = incarnation
+        self._threads = config.cluster.cpus_per_worker
+        self._weights_id = uuid.uuid4().hex
+        self._parked_s = 2 * config.pool.export_timeout_s
+        """Pages of a parked sequence that nobody releases are freed after this."""
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._exports = Exports(self._wake)
+        torch.set_num_threads(self._threads)
+        assembled = assemble(
+            config.model,
+            config.engine,
+            read_spec(config.model.path),
+            reader=reader,
+            wake=self._wake,
+            weights_id=self._weights_id,
+            version=Version(0),
+        )
+        self._engine = assembled.engine
+        self._storage = assembled.storage
+        self.description = WorkerDescription(
+            worker=worker,
+            node=node,
+            incarnation=incarnation,
+            fingerprint=assembled.fingerprint,
+            page_tokens=assembled.storage.page_tokens,
+            token_bytes=assembled.storage.token_bytes,
+            max_context=assembled.max_context,
+            max_running=config.engine.max_running,
+        )
+        self._changed = threading.Condition()
+        self._outbox: list[WorkerEvent] = []
+        self._unacknowledged: Batch | None = None
+        self.stats = self._snapshot()
+        """As of the engine's last step."""
+        threading.Thread(target=self._run, name="engine", daemon=True).start()
+
+    def start(self, assignment: Assignment) -> None:
+        self._inbox.put(lambda: self._submit(assignment))
+
+    def stop(self, key: SequenceKey) -> None:
+        self._inbox.put(lambda: self._engine.abort(key))
+
+    def release(self, key: SequenceKey) -> None:
+        self._exports.close(key)
+        self._wake()
+
+    def poll(self, acknowledged: int, wait_s: float) -> Batch:
+        """The next events after batch `acknowledged`, waiting up to `wait_s` seconds for one.
+
+        The same batch is returned again until it is acknowledged.
+        """
+        with self._changed:
+            batch = self._unacknowledged
+            if batch is not None and batch.number > acknowledged:
+                return batch
+            if not self._outbox:
+                self._changed.wait(wait_s)
+            batch = Batch(incarnation=self._incarnation, number=acknowledged + 1, events=_merged(self._outbox))
+            self._outbox = []
+            self._unacknowledged = batch
+            return batch
+
+    def export(self, key: SequenceKey, first: int, stop: int) -> tuple[Manifest, list[Buffer]]:
+        """Pages [first, stop) of a parked sequence, as the manifest and the data of a segment.
+
+        The pages stay until every buffer was dropped. Raises `SegmentMissingError` if it is not parked.
+        """
+        pages, kv_tokens = self._exports.begin(key)
+        buffers: list[Buffer] = []
+        try:
+            page_tokens = self._storage.page_tokens
+            tokens = min(stop * page_tokens, kv_tokens) - first * page_tokens
+            buffers = self._storage.gather(pages[first:stop], tokens)
+            manifest = describe(
+                buffers,
+                fingerprint=self.description.fingerprint,
+                page_tokens=page_tokens,
+                token_bytes=self._storage.token_bytes,
+                tokens=tokens,
+            )
+        finally:
+            self._exports.end(key, buffers)
+        return manifest, buffers
+
+    def _run(self) -> None:
+        torch.set_num_threads(self._threads)  # OpenMP counts threads for each calling thread
+        try:
+            while True:
+                self._take_messages()
+                for key in self._exports.collect(time.monotonic()):
+                    self._engine.release(key)
+                if not self._engine.idle:
+                    self._tell(self._engine.step())
+                self.stats = self._snapshot()
+        except BaseException:
+            logger.exception("worker %s: the engine failed; its process ends", self._worker)
+            os._exit(1)
+
+    def _take_messages(self) -> None:
+        """Run what came in; with nothing to run, wait for the next message."""
+        wait = self._engine.idle or self._engine.blocked
+        while True:
+            try:
+                message = self._inbox.get(block=wait, timeout=IDLE_S)
+            except queue.Empty:
+                return
+            wait = False
+            if message is not None:
+                message()
+
+    def _submit(self, assignment: Assignment) -> None:
+        try:
+            self._engine.submit(assignment)
+        except RequestError as error:
+            text = f"{type(error).__name__}: {error}"
+            self._tell([Failed(trajectory_id=assignment.trajectory_id, epoch=assignment.epoch, error=text)])
+
+    def _tell(self, events: list[WorkerEvent]) -> None:
+        if not events:
+            return
+        deadline = time.monotonic() + self._parked_s
+        for event in events:
+            if isinstance(event, Parked):
+                key = (event.trajectory_id, event.epoch)
+                self._exports.open(key, self._engine.parked_pages(key), event.kv_tokens, deadline)
+        with self._changed:
+            self._outbox += events
+            self._changed.notify()
+
+    def _wake(self) -> None:
+        self._inbox.put(None)
+
+    def _snapshot(self) -> WorkerStats:
+        return WorkerStats(
+            worker=self._worker,
+            node=self._node,
+            pid=os.getpid(),
+            incarnation=self._incarnation,
+            engine=self._engine.stats,
+            weights_id=self._weights_id,
+            exporting=self._exports.exporting,
+        )
+
+
+def _merged(events: list[WorkerEvent]) -> tuple[WorkerEvent, ...]:
+    """The same events, with a trajectory's consecutive `Sampled` joined to one."""
+    merged: list[WorkerEvent] = []
+    last: dict[SequenceKey, int] = {}
+    for event in events:
+        key = (event.trajectory_id, event.epoch)
+        at = last.pop(key, None)
+        if isinstance(event, Sampled):
+            if at is not None:
+                before = merged[at]
+                assert isinstance(before, Sampled), before
+                before.columns.extend(event.columns)
+                last[key] = at
+                continue
+            last[key] = len(merged)
+        merged.append(event)
+    return tuple(merged)

@@ -1,0 +1,63 @@
+"""Reads segments from the pools, for a worker's copy thread.
+
+The pool leases the segments and hands out their references, nested in lists; the bytes are then views of
+shared memory. Every wait ends at the restore deadline.
+"""
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+
+from rollout.cluster.description import NAMESPACE, pool_name
+from rollout.errors import DeadlineError, KVError, SegmentMissingError
+from rollout.kv.restore import Segment
+from rollout.types import NodeId, SegmentId, SegmentRun
+
+
+class PoolReader:
+    """An `ImageReader` on the pool actors of a service."""
+
+    def __init__(self, service: str, timeout_s: float) -> None:
+        self._service = service
+        self._timeout_s = timeout_s
+
+    @contextlib.contextmanager
+    def open(self, runs: Sequence[SegmentRun]) -> Iterator[Sequence[Segment]]:
+        deadline = time.monotonic() + self._timeout_s
+        wanted: dict[NodeId, list[SegmentId]] = {}
+        for run in runs:
+            wanted.setdefault(run.node, []).append(run.segment)
+        segments: dict[SegmentId, Segment] = {}
+        with contextlib.ExitStack() as leases:
+            for node, ids in wanted.items():
+                segments |= self._lease(node, list(dict.fromkeys(ids)), deadline, leases)
+            yield [segments[run.segment] for run in runs]
+
+    def _lease(
+        self, node: NodeId, ids: list[SegmentId], deadline: float, leases: contextlib.ExitStack
+    ) -> dict[SegmentId, Segment]:
+        try:
+            pool = ray.get_actor(pool_name(self._service, node), namespace=NAMESPACE)
+            lease, leased = ray.get(pool.lease.remote(ids, self._timeout_s), timeout=_left(deadline))
+            leases.callback(pool.close_lease.remote, lease)
+            buffers = ray.get([ref for _, ref in leased], timeout=_left(deadline))
+        except ValueError:
+            raise SegmentMissingError(f"node {node} has no pool any more") from None
+        except GetTimeoutError:
+            raise DeadlineError(f"segments {ids}: not read within {self._timeout_s} s") from None
+        except KVError:
+            raise SegmentMissingError(f"segments {ids}: not all are in the pool of node {node}") from None
+        except RayError as error:
+            raise SegmentMissingError(f"segments {ids}: {type(error).__name__}") from error
+        manifests = [manifest for manifest, _ in leased]
+        return {
+            segment: Segment(manifest=manifest, buffers=pages)
+            for segment, manifest, pages in zip(ids, manifests, buffers, strict=True)
+        }
+
+
+def _left(deadline: float) -> float:
+    return max(0.0, deadline - time.monotonic())

@@ -1,0 +1,94 @@
+"""The worker actor: a host behind methods that only enqueue, read snapshots, poll or export.
+
+The model is loaded by the first `describe`, so that its errors reach the caller as they are, and again
+after Ray has restarted the process. Calls that name another incarnation of the worker are ignored.
+"""
+
+import uuid
+
+import numpy as np
+import ray
+
+from rollout.cluster.description import Batch, WorkerDescription
+from rollout.cluster.host import Host
+from rollout.cluster.reader import PoolReader
+from rollout.config import Config
+from rollout.control.messages import Assignment
+from rollout.errors import SegmentMissingError
+from rollout.kv.image import Buffer, Manifest
+from rollout.metrics import WorkerStats
+from rollout.types import NodeId, SequenceKey, WorkerId
+
+GROUPS = {"control": 1, "events": 1, "data": 2}
+"""Threads of each concurrency group; one for `control` keeps commands in order."""
+WARM_CHUNK_BYTES = 8 << 20
+
+
+class Worker:
+    """One process of the service that decodes."""
+
+    def __init__(self, worker: WorkerId, config: Config) -> None:
+        self._worker = worker
+        self._config = config
+        self._incarnation = uuid.uuid4().hex
+        self._host: Host | None = None
+
+    @ray.method(concurrency_group="control")
+    def describe(self) -> WorkerDescription:
+        """Load the model if that was not done yet.
+
+        Raises `ConfigError` if the configuration and this machine do not fit together.
+        """
+        if self._host is None:
+            reader = PoolReader(self._config.cluster.name, self._config.pool.restore_timeout_s)
+            node = NodeId(ray.get_runtime_context().get_node_id())
+            self._host = Host(self._worker, node, self._incarnation, self._config, reader)
+        return self._host.description
+
+    @ray.method(concurrency_group="control")
+    def start(self, incarnation: str, assignment: Assignment) -> None:
+        if host := self._addressed(incarnation):
+            host.start(assignment)
+
+    @ray.method(concurrency_group="control")
+    def stop(self, incarnation: str, key: SequenceKey) -> None:
+        if host := self._addressed(incarnation):
+            host.stop(key)
+
+    @ray.method(concurrency_group="control")
+    def release(self, incarnation: str, key: SequenceKey) -> None:
+        if host := self._addressed(incarnation):
+            host.release(key)
+
+    @ray.method(concurrency_group="control")
+    def stats(self) -> WorkerStats | None:
+        """As of the engine's last step; None before the model is loaded."""
+        return self._host.stats if self._host is not None else None
+
+    @ray.method(concurrency_group="events")
+    def poll(self, acknowledged: int, wait_s: float) -> Batch:
+        """The next events after batch `acknowledged`, waiting up to `wait_s` seconds for one."""
+        if self._host is None:
+            return Batch(incarnation=self._incarnation, number=0, events=())
+        return self._host.poll(acknowledged, wait_s)
+
+    @ray.method(concurrency_group="data", num_returns=2)
+    def export(self, incarnation: str, key: SequenceKey, first: int, stop: int) -> tuple[Manifest, list[Buffer]]:
+        """Pages [first, stop) of a parked sequence; the caller owns the data that this returns.
+
+        Raises `SegmentMissingError` if it is not parked here.
+        """
+        host = self._addressed(incarnation)
+        if host is None:
+            raise SegmentMissingError(f"{key[0]}: worker {self._worker} was restarted since")
+        return host.export(key, first, stop)
+
+    @ray.method(concurrency_group="data")
+    def warm(self) -> None:
+        """Touch shared memory, so that this process has it mapped before the first export."""
+        chunk = np.zeros(WARM_CHUNK_BYTES, dtype=np.uint8)
+        refs = [ray.put(chunk) for _ in range(int(self._config.pool.warm_bytes) // WARM_CHUNK_BYTES)]
+        del refs
+
+    def _addressed(self, incarnation: str) -> Host | None:
+        return self._host if incarnation == self._incarnation else None
