@@ -178,7 +178,7 @@ def _place(config: Config) -> PlacementGroup:
 
 def _start_workers(config: Config, placement: PlacementGroup) -> dict[WorkerId, Any]:
     cluster = config.cluster
-    actor = ray.remote(Worker)
+    actor = ray.remote(concurrency_groups=GROUPS)(Worker)
     workers = {}
     for index in range(cluster.workers):
         worker = WorkerId(f"worker-{index}")
@@ -186,7 +186,6 @@ def _start_workers(config: Config, placement: PlacementGroup) -> dict[WorkerId, 
             num_cpus=cluster.cpus_per_worker,
             num_gpus=cluster.gpus_per_worker,
             max_restarts=cluster.max_restarts,
-            concurrency_groups=GROUPS,
             runtime_env={"env_vars": {"OMP_NUM_THREADS": str(cluster.cpus_per_worker)}},
             scheduling_strategy=PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=index),
         ).remote(worker, config)
