@@ -124,6 +124,7 @@ class KVCache:
         """
         assert holding.reserved == 0, "commit during a copy"
         first, end = holding.shared, complete_tokens // self.page_tokens
+        assert end <= len(holding.table), (complete_tokens, len(holding.table))
         if end <= first:
             return
         own = holding.table[first:end]
@@ -142,17 +143,15 @@ class KVCache:
         that no other trajectory ever used."""
         assert holding.reserved == 0, "close during a copy"
         own = holding.table[holding.shared :]
-        exclusive = len(own) + sum(
-            len(node.pages) for node in _path(holding.node) if node.owner == holding.owner and node.locks == 1
-        )
         self._private -= len(own)
         freed = self._allocator.give(own)
         self._tree.unlock(holding.node)
+        exclusive = self._tree.exclusive(holding.node, holding.owner)
         if not keep_exclusive:
             freed += self._allocator.give(self._tree.remove_exclusive(holding.node, holding.owner))
         holding.table = []
         holding.shared = 0
-        return FreedPages(exclusive=exclusive, freed=freed)
+        return FreedPages(exclusive=len(own) + sum(len(node.pages) for node in exclusive), freed=freed)
 
     def audit(self, holdings: Iterable[Holding]) -> None:
         """Recompute every counter from the structures; asserts with the numbers if one is wrong."""
@@ -170,6 +169,7 @@ class KVCache:
         for holding in holdings:
             assert holding.table[: holding.shared] == _path_pages(holding.node), "table and tree path differ"
             for node in _path(holding.node):
+                assert node in locks, "a holding's node is not in the tree"
                 locks[node] += 1
         assert all(node.locks == count for node, count in locks.items()), "locks and holdings differ"
         assert self._tree.evictable == sum(len(node.pages) for node in nodes if not node.locks), counts

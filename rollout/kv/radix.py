@@ -5,7 +5,8 @@ are compared in full. Each weights_id has its own root, so KV of other weights c
 
 1. `locks` counts the sequences that hold the node or a descendant: a locked node's parent is locked.
 2. `pages` and `evictable` (pages of unlocked nodes) are kept incrementally.
-3. `owner` is the one trajectory that ever used the node, or None once a second one did.
+3. `owner` is the one trajectory that ever used the node, or None once a second one did; what hangs
+   below a node that has an owner has the same one.
 """
 
 import heapq
@@ -125,10 +126,13 @@ class RadixTree:
             walk = walk.parent
 
     def unlock(self, node: Node) -> None:
+        """Take a lock back; all that it held counts as used until now."""
+        self._clock += 1
         walk: Node | None = node
         while walk is not None:
             assert walk.locks > 0, "unlock of a node that is not locked"
             walk.locks -= 1
+            walk.used_at = self._clock
             if walk.locks == 0:
                 self.evictable += len(walk.pages)
             walk = walk.parent
@@ -152,14 +156,25 @@ class RadixTree:
                 heapq.heappush(leaves, (parent.used_at, next(order), parent))
         return freed
 
+    def exclusive(self, node: Node, owner: TrajectoryId) -> list[Node]:
+        """What only `owner` ever used and nobody holds: `node`, such nodes above it, and all below them.
+
+        Parents come first. There is something below `node` if its owner came back for a part only.
+        """
+        top: Node | None = None
+        while node.parent is not None and node.owner == owner and not node.locks:
+            top, node = node, node.parent
+        found: list[Node] = []
+        stack = [top] if top is not None else []
+        while stack:
+            node = stack.pop()
+            found.append(node)
+            stack += node.children.values()
+        return found
+
     def remove_exclusive(self, node: Node, owner: TrajectoryId) -> list[int]:
-        """Remove what only `owner` ever used, from `node` upwards; returns the pages."""
-        freed: list[int] = []
-        while node.parent is not None and node.owner == owner and not node.locks and not node.children:
-            parent = node.parent
-            freed += self._remove(node)
-            node = parent
-        return freed
+        """Remove what `exclusive` names; returns the pages."""
+        return [page for mine in reversed(self.exclusive(node, owner)) for page in self._remove(mine)]
 
     def nodes(self) -> Iterator[Node]:
         stack = list(self._roots.values())

@@ -1,0 +1,62 @@
+"""A page's name covers everything its bytes depend on, and nothing that comes after it."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout.kv.keys import KEY_BYTES, Fingerprint, PageKey, page_keys, root_key
+
+ROOT = root_key(Fingerprint("model"))
+PAGE = 4
+TOKENS = list(range(100, 112))
+
+
+def keys(
+    tokens: list[int], *, root: PageKey = ROOT, weights_id: str = "w", page_tokens: int = PAGE
+) -> tuple[PageKey, ...]:
+    return page_keys(root, tokens, pages=len(tokens) // page_tokens, page_tokens=page_tokens, weights_id=weights_id)
+
+
+def test_a_name_is_the_same_in_every_process() -> None:
+    assert ROOT.hex() == "d4b24a65839c66d0d37c029dfbb09332"
+    assert [key.hex() for key in keys(TOKENS)] == [
+        "45c6bc18d0bf48ecd9fe70342a18685e",
+        "0273acccef73c8e445a70c90a46076af",
+        "0b247f02542bfd264ab0f57dd8aaf864",
+    ]
+
+
+@given(st.lists(st.integers(0, 2**40), max_size=20), st.integers(0, 5))
+def test_names_of_a_prefix_are_the_prefix_of_the_names(tokens: list[int], pages: int) -> None:
+    pages = min(pages, len(tokens) // PAGE)
+    shorter = page_keys(ROOT, tokens, pages=pages, page_tokens=PAGE, weights_id="w")
+    assert shorter == keys(tokens)[:pages]
+    assert all(len(key) == KEY_BYTES for key in shorter)
+
+
+@given(position=st.integers(0, 11), token=st.integers(0, 2**40))
+def test_a_token_changes_its_page_and_all_after_it(position: int, token: int) -> None:
+    changed = [*TOKENS]
+    changed[position] = token
+    page = position // PAGE if token != TOKENS[position] else 3
+    before, after = keys(TOKENS), keys(changed)
+    assert after[:page] == before[:page]
+    assert not set(after[page:]) & set(before[page:])
+
+
+def test_weights_model_page_size_and_position_are_part_of_the_name() -> None:
+    same_page_twice = [1, 2, 3, 4, 1, 2, 3, 4]
+    names = [
+        *keys(TOKENS),
+        *keys(TOKENS, weights_id="v"),
+        *keys(TOKENS, weights_id=""),
+        *keys(TOKENS, root=root_key(Fingerprint("model2"))),
+        *keys(TOKENS, page_tokens=2),
+        *keys(same_page_twice),
+    ]
+    assert len(set(names)) == 4 * 3 + 6 + 2
+
+
+def test_more_pages_than_tokens_asserts() -> None:
+    with pytest.raises(AssertionError):
+        page_keys(ROOT, TOKENS, pages=4, page_tokens=PAGE, weights_id="w")
