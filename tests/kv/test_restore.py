@@ -1,0 +1,283 @@
+"""Restores put every byte in place or fail as a whole, report once, and never write to what they read."""
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from rollout.errors import DeadlineError, PoolFullError, SegmentDamagedError, SegmentMissingError
+from rollout.kv.keys import Fingerprint
+from rollout.kv.restore import Restored, Restorer, Segment
+from rollout.types import Image, SegmentRun, SequenceKey, TrajectoryId
+from tests.kv.pool import (
+    DEVICES,
+    DTYPES,
+    FINGERPRINT,
+    PAGE,
+    DictReader,
+    make_image,
+    make_segment,
+    make_storage,
+    page_bytes,
+    run,
+    tokens_in,
+)
+
+KEY: SequenceKey = (TrajectoryId("g/0"), 2)
+PATIENCE_S = 60
+"""Longest wait for the copy thread; only a failing test waits that long."""
+Damage = Callable[[Segment, int], Segment]
+
+
+class Bench:
+    """Two storages with a pool between them: what `source` exported is restored into `target`."""
+
+    def __init__(self, *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
+        self.source = make_storage(12, seed=0, dtype=dtype, device=device)
+        self.target = make_storage(12, seed=1, dtype=dtype, device=device)
+        self.before = self.target.pages.clone()
+        self.reader = DictReader()
+        self.woken: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self.restorer = Restorer(self.target, FINGERPRINT, self.reader, lambda: self.woken.put(None))
+
+    def export(self, name: str, pages: Sequence[int], tokens: int) -> None:
+        self.reader.put(name, make_segment(self.source, pages, tokens))
+
+    def restore(self, image: Image, first_page: int, pages: Sequence[int], key: SequenceKey = KEY) -> Restored:
+        """Submit, wait until woken, and return the one report."""
+        self.restorer.submit(key, image, first_page, pages)
+        self.woken.get(timeout=PATIENCE_S)
+        (restored,) = self.restorer.poll()
+        assert self.restorer.poll() == []
+        return restored
+
+    def check(self, sources: Sequence[int], targets: Sequence[int], tokens: int) -> None:
+        """`targets` hold the `tokens` tokens of `sources`; nothing else changed."""
+        for i, (page, origin) in enumerate(zip(targets, sources, strict=True)):
+            valid = tokens_in(i, tokens)
+            assert page_bytes(self.target, page, valid) == page_bytes(self.source, origin, valid)
+            self.before[page, :, :, :valid] = self.source.pages[origin, :, :, :valid]
+        assert torch.equal(self.target.pages, self.before)
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    bench = Bench()
+    yield bench
+    bench.restorer.close()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+@pytest.mark.parametrize("tokens", range(1, 2 * PAGE + 1))
+def test_every_length_is_restored_exactly(dtype: torch.dtype, device: str, tokens: int) -> None:
+    bench = Bench(dtype=dtype, device=device)
+    sources, targets = [9, 4][: -(-tokens // PAGE)], [2, 11][: -(-tokens // PAGE)]
+    bench.export("s", sources, tokens)
+    restored = bench.restore(make_image(tokens, run("s", 0, len(sources))), 0, targets)
+    assert restored == Restored(key=KEY, tokens=tokens, error=None)
+    bench.check(sources, targets, tokens)
+    assert bench.restorer.restored_bytes == tokens * bench.source.token_bytes
+    bench.restorer.close()
+
+
+SOURCES = [3, 8, 1, 12, 6, 2, 10]
+"""Pages of a sequence that was exported in three segments: a shared prompt, an earlier slice, the last one."""
+TOKENS = 6 * PAGE + 3
+IMAGE = make_image(TOKENS, run("prompt", 1, 2), run("slice", 0, 3), run("last", 0, 2))
+
+
+def export_all(bench: Bench) -> None:
+    bench.export("prompt", [7, 3, 8, 9], 4 * PAGE)
+    bench.export("slice", [1, 12, 6], 3 * PAGE)
+    bench.export("last", [2, 10], PAGE + 3)
+
+
+@pytest.mark.parametrize("first_page", range(7))
+def test_an_image_of_several_runs_is_restored_from_any_page_on(bench: Bench, first_page: int) -> None:
+    export_all(bench)
+    targets = [5, 11, 4, 9, 7, 12, 1][first_page:]
+    assert bench.restore(IMAGE, first_page, targets) == Restored(key=KEY, tokens=TOKENS, error=None)
+    rest = TOKENS - first_page * PAGE
+    bench.check(SOURCES[first_page:], targets, rest)
+    assert bench.restorer.restored_bytes == rest * bench.source.token_bytes
+
+
+@pytest.mark.parametrize(
+    ("first_page", "runs"),
+    [
+        (0, (run("prompt", 1, 2), run("slice", 0, 3), run("last", 0, 2))),
+        (1, (run("prompt", 2, 1), run("slice", 0, 3), run("last", 0, 2))),
+        (2, (run("slice", 0, 3), run("last", 0, 2))),
+        (4, (run("slice", 2, 1), run("last", 0, 2))),
+        (6, (run("last", 1, 1),)),
+    ],
+)
+def test_only_the_segments_that_are_needed_are_opened(
+    bench: Bench, first_page: int, runs: tuple[SegmentRun, ...]
+) -> None:
+    export_all(bench)
+    bench.restore(IMAGE, first_page, SOURCES[first_page:])
+    assert bench.reader.opened == [runs]
+    assert bench.reader.closed == 1
+
+
+def test_what_was_read_is_never_written_to(bench: Bench) -> None:
+    """Case C14: the views are of shared memory that is mapped writable."""
+    export_all(bench)
+    buffers = [buffer for segment in bench.reader.segments.values() for buffer in segment.buffers]
+    assert not any(buffer.flags.writeable for buffer in buffers)
+    contents = [buffer.tobytes() for buffer in buffers]
+    assert bench.restore(IMAGE, 0, SOURCES).error is None
+    bench.target.pages.zero_()
+    assert [buffer.tobytes() for buffer in buffers] == contents
+    assert not any(np.shares_memory(buffer, bench.target.pages.numpy()) for buffer in buffers)
+
+
+def test_a_missing_segment_fails_the_restore(bench: Bench) -> None:
+    export_all(bench)
+    del bench.reader.segments[IMAGE.runs[1].segment]
+    restored = bench.restore(IMAGE, 0, SOURCES)
+    assert (restored.key, restored.error) == (KEY, "segments ['slice'] are not in the pool")
+    assert torch.equal(bench.target.pages, bench.before)
+    assert bench.restore(make_image(PAGE, run("prompt", 0, 1)), 0, [1]).error is None
+
+
+@pytest.mark.parametrize(
+    "error", [SegmentMissingError("gone"), SegmentDamagedError("bad"), PoolFullError("full"), DeadlineError("late")]
+)
+def test_what_a_reader_may_raise_becomes_the_error_of_the_report(bench: Bench, error: Exception) -> None:
+    bench.reader.error = error
+    restored = bench.restore(IMAGE, 0, SOURCES)
+    assert restored == Restored(key=KEY, tokens=TOKENS, error=str(error))
+
+
+def test_an_error_that_no_reader_may_raise_is_raised_by_poll(bench: Bench) -> None:
+    bench.reader.error = OSError("broken")
+    bench.restorer.submit(KEY, IMAGE, 0, SOURCES)
+    bench.woken.get(timeout=PATIENCE_S)
+    with pytest.raises(OSError, match="broken"):
+        bench.restorer.poll()
+    assert bench.restorer.poll() == []
+
+
+def flip(segment: Segment, page: int) -> Segment:
+    buffers = [np.array(buffer) for buffer in segment.buffers]
+    buffers[page][-1] ^= 0x80
+    return replace(segment, buffers=buffers)
+
+
+def truncate(segment: Segment, page: int) -> Segment:
+    buffers = [*segment.buffers]
+    buffers[page] = buffers[page][:-1]
+    return replace(segment, buffers=buffers)
+
+
+def drop_last(segment: Segment, page: int) -> Segment:
+    return replace(segment, buffers=segment.buffers[:-1])
+
+
+def of_another_model(segment: Segment, page: int) -> Segment:
+    return replace(segment, manifest=replace(segment.manifest, fingerprint=Fingerprint("other")))
+
+
+@pytest.mark.parametrize("damage", [flip, truncate, drop_last, of_another_model])
+@pytest.mark.parametrize(("name", "page"), [("prompt", 1), ("slice", 1), ("last", 1)])
+def test_a_damaged_segment_fails_the_restore(bench: Bench, damage: Damage, name: str, page: int) -> None:
+    """Case C12. What was written before the damage was met stays within the restore's own pages."""
+    export_all(bench)
+    segments = {str(segment_id): segment for segment_id, segment in bench.reader.segments.items()}
+    bench.reader.put(name, damage(segments[name], page))
+    targets = [5, 11, 4, 9, 7, 12, 1]
+    assert bench.restore(IMAGE, 0, targets).error is not None
+    assert bench.reader.closed == 1
+    others = [page for page in range(13) if page not in targets]
+    assert torch.equal(bench.target.pages[others], bench.before[others])
+
+
+def test_damage_outside_of_what_is_needed_does_no_harm(bench: Bench) -> None:
+    export_all(bench)
+    bench.reader.put("prompt", flip(bench.reader.segments[IMAGE.runs[0].segment], 0))
+    assert bench.restore(IMAGE, 0, SOURCES).error is None
+
+
+@pytest.mark.parametrize(
+    ("image", "first_page", "pages"),
+    [
+        (IMAGE, 0, SOURCES[:-1]),
+        (IMAGE, 2, SOURCES),
+        (make_image(TOKENS, *IMAGE.runs[:2]), 0, SOURCES[:5]),
+        (make_image(TOKENS - 3, *IMAGE.runs), 0, SOURCES),
+        (make_image(TOKENS + PAGE, *IMAGE.runs), 0, SOURCES),
+    ],
+)
+def test_pages_that_do_not_fit_the_image_fail_the_restore(
+    bench: Bench, image: Image, first_page: int, pages: list[int]
+) -> None:
+    export_all(bench)
+    assert bench.restore(image, first_page, pages).error is not None
+    assert torch.equal(bench.target.pages, bench.before)
+
+
+def test_an_image_that_counts_more_or_fewer_tokens_than_its_tail_holds_is_damaged(bench: Bench) -> None:
+    export_all(bench)
+    for tokens in (TOKENS - 1, TOKENS + 1):
+        assert "page 1 has" in str(bench.restore(make_image(tokens, *IMAGE.runs), 0, SOURCES).error)
+
+
+class Gate(DictReader):
+    """Opens nothing before `gate` is set."""
+
+    def __init__(self, reader: DictReader) -> None:
+        super().__init__()
+        self.segments = reader.segments
+        self.entered = threading.Event()
+        self.gate = threading.Event()
+
+    @contextlib.contextmanager
+    def open(self, runs: Sequence[SegmentRun]) -> Iterator[Sequence[Segment]]:
+        self.entered.set()
+        assert self.gate.wait(PATIENCE_S)
+        with super().open(runs) as segments:
+            yield segments
+
+
+def test_restores_are_reported_once_each_when_they_are_complete(bench: Bench) -> None:
+    export_all(bench)
+    woken: queue.SimpleQueue[str] = queue.SimpleQueue()
+    gate = Gate(bench.reader)
+    restorer = Restorer(bench.target, FINGERPRINT, gate, lambda: woken.put(threading.current_thread().name))
+    keys: list[SequenceKey] = [(TrajectoryId(f"g/{i}"), 1) for i in range(3)]
+    whole, broken = make_image(PAGE, run("prompt", 0, 1)), make_image(PAGE, run("nothing", 0, 1))
+    for key, image, page in zip(keys, [whole, broken, whole], [1, 2, 3], strict=True):
+        restorer.submit(key, image, 0, [page])
+    assert gate.entered.wait(PATIENCE_S)
+    assert restorer.poll() == []
+    gate.gate.set()
+    reported: list[Restored] = []
+    for done in range(1, 4):
+        assert woken.get(timeout=PATIENCE_S).startswith("restore")
+        reported += restorer.poll()
+        assert len(reported) >= done
+    assert [(restored.key, restored.error is None) for restored in reported] == list(
+        zip(keys, [True, False, True], strict=True)
+    )
+    assert restorer.poll() == []
+    restorer.close()
+
+
+def test_closing_waits_for_the_restore_at_work_and_starts_no_other(bench: Bench) -> None:
+    export_all(bench)
+    gate = Gate(bench.reader)
+    restorer = Restorer(bench.target, FINGERPRINT, gate, gate.gate.set)  # woken first by a restore that is cancelled
+    for page in (1, 2, 3):
+        restorer.submit((TrajectoryId(f"g/{page}"), 1), make_image(PAGE, run("prompt", 0, 1)), 0, [page])
+    assert gate.entered.wait(PATIENCE_S)
+    restorer.close()
+    assert (len(gate.opened), gate.closed) == (1, 1)
+    assert page_bytes(bench.target, 1) == page_bytes(bench.source, 7)
