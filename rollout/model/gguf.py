@@ -137,9 +137,9 @@ def _write_model(source: Path, header: _Header, out: Path) -> None:
     if hasattr(transformers, "GgufConfig"):  # Where it exists, weights stay quantised unless it says otherwise.
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     model = transformers.LlamaForCausalLM.from_pretrained(source.parent, gguf_file=source.name, **options)
-    config = model.config.to_diff_dict() | {"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
-    config = {name: value for name, value in config.items() if name != "quantization_config" and name[0] != "_"}
-    tied = config["tie_word_embeddings"] = "output.weight" not in header.tensors
+    tied = "output.weight" not in header.tensors
+    config = {name: value for name, value in model.config.to_diff_dict().items() if not name.startswith("_")}
+    config |= {"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16", "tie_word_embeddings": tied}
     state = {
         name: tensor.to(torch.bfloat16).contiguous()
         for name, tensor in model.state_dict().items()

@@ -1,0 +1,161 @@
+"""Weights reach the decoder complete, in place, and one tensor at a time; or an error names what is wrong."""
+
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from rollout.errors import ModelNotFoundError, UnsupportedModelError
+from rollout.model.decoder import Decoder
+from rollout.model.spec import read_spec
+from rollout.model.weights import load_decoder, load_weights, stream_safetensors, weight_views
+from tests.model.paged import PagedDecoder
+from tests.tiny_models import make_tiny_llama, make_tiny_qwen2
+
+CPU = torch.device("cpu")
+IDS = list(range(10, 40))
+O_PROJ = "model.layers.1.self_attn.o_proj.weight"
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    return make_tiny_llama(tmp_path / "llama")
+
+
+def _load(path: Path, dtype: torch.dtype = torch.float32) -> Decoder:
+    return load_decoder(path, read_spec(path), dtype, CPU)
+
+
+def _logits(decoder: Decoder) -> Tensor:
+    return PagedDecoder(decoder).prefill([IDS])[0]
+
+
+def _change(path: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    """Let `change` edit the tensors of a single-file model."""
+    tensors = load_file(path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, path / "model.safetensors")
+
+
+@pytest.mark.parametrize("make", [make_tiny_llama, make_tiny_qwen2])
+@pytest.mark.parametrize("tied", [True, False])
+def test_shards_load_like_a_single_file(make: Callable[..., Path], tied: bool, tmp_path: Path) -> None:
+    single = make(tmp_path / "single", tie_word_embeddings=tied)
+    sharded = make(tmp_path / "sharded", tie_word_embeddings=tied, max_shard_size="50KB")
+    assert len(list(sharded.glob("*.safetensors"))) > 2
+    assert dict(stream_safetensors(sharded)).keys() == dict(stream_safetensors(single)).keys()
+    assert torch.equal(_logits(_load(sharded)), _logits(_load(single)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("make", [make_tiny_llama, make_tiny_qwen2])
+def test_every_weight_is_where_its_name_says(make: Callable[..., Path], dtype: torch.dtype, tmp_path: Path) -> None:
+    path = make(tmp_path, tie_word_embeddings=False)
+    views = weight_views(_load(path, dtype))
+    saved = load_file(path / "model.safetensors")
+    assert views.keys() == saved.keys()
+    for name, view in views.items():
+        assert torch.equal(view, saved[name].to(dtype)), name
+
+
+def test_tied_embeddings_are_one_tensor(llama: Path, tmp_path: Path) -> None:
+    tied, untied = _load(llama), _load(make_tiny_llama(tmp_path / "untied", tie_word_embeddings=False))
+    assert tied.head_VE is tied.embedding_VE
+    assert not torch.equal(untied.head_VE, untied.embedding_VE)
+
+
+def test_new_weights_replace_the_old_in_place(llama: Path, tmp_path: Path) -> None:
+    other = make_tiny_llama(tmp_path / "other", seed=1)
+    decoder = _load(llama)
+    addresses = {name: view.data_ptr() for name, view in weight_views(decoder).items()}
+    before = _logits(decoder)
+    load_weights(decoder, stream_safetensors(other))
+    assert {name: view.data_ptr() for name, view in weight_views(decoder).items()} == addresses
+    assert torch.equal(_logits(decoder), _logits(_load(other)))
+    assert not torch.equal(_logits(decoder), before)
+
+
+@pytest.mark.parametrize("inference", [True, False])
+def test_weights_loaded_in_inference_mode_can_be_replaced_outside(llama: Path, inference: bool) -> None:
+    with torch.inference_mode(inference):
+        decoder = _load(llama)
+    load_weights(decoder, stream_safetensors(llama))
+
+
+def test_one_tensor_is_held_at_a_time(llama: Path) -> None:
+    decoder, last = _load(llama), list[weakref.ref[Tensor]]()
+
+    def watched() -> Iterator[tuple[str, Tensor]]:
+        for name in weight_views(decoder):
+            assert not last or last.pop()() is None, f"the tensor before {name} is still held"
+            tensor = torch.zeros_like(weight_views(decoder)[name])
+            last.append(weakref.ref(tensor))
+            yield name, tensor
+            del tensor
+
+    load_weights(decoder, watched())
+    assert last
+
+
+def test_what_a_decoder_has_no_use_for_is_skipped(llama: Path) -> None:
+    expected = _logits(_load(llama))
+
+    def add(tensors: dict[str, Tensor]) -> None:
+        tensors["lm_head.weight"] = torch.zeros(320, 64)
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)
+
+    _change(llama, add)
+    assert torch.equal(_logits(_load(llama)), expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors: tensors.pop(O_PROJ), f"1 missing: {O_PROJ}"),
+        (lambda tensors: tensors.update(surplus=torch.zeros(1)), "1 unexpected: surplus"),
+        (
+            lambda tensors: tensors.update({O_PROJ: torch.zeros(64, 32)}),
+            f"1 of another shape or dtype: {O_PROJ} ((64, 32) float32 instead of (64, 64))",
+        ),
+        (
+            lambda tensors: tensors.update({O_PROJ: torch.zeros(64, 64, dtype=torch.int8)}),
+            f"1 of another shape or dtype: {O_PROJ} ((64, 64) int8 instead of (64, 64))",
+        ),
+        (lambda tensors: [tensors.pop(n) for n in list(tensors) if "layers.0" in n], "9 missing: model.layers.0"),
+        (lambda tensors: tensors.clear() or tensors.update(x=torch.zeros(1)), "and 16 more; 1 unexpected: x"),
+    ],
+)
+def test_weights_that_do_not_fit_are_named(
+    llama: Path, change: Callable[[dict[str, Tensor]], object], message: str
+) -> None:
+    _change(llama, change)
+    with pytest.raises(UnsupportedModelError) as caught:
+        _load(llama)
+    assert message in str(caught.value)
+    assert str(llama) in str(caught.value)
+
+
+def test_a_qwen2_bias_in_a_llama_is_unexpected(llama: Path) -> None:
+    _change(llama, lambda tensors: tensors.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)}))
+    with pytest.raises(UnsupportedModelError, match=r"1 unexpected: model\.layers\.0\.self_attn\.q_proj\.bias"):
+        _load(llama)
+
+
+@pytest.mark.parametrize("keep", [0, 7, 100, 5000])
+def test_a_damaged_file_is_a_typed_error(llama: Path, keep: int) -> None:
+    file = llama / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(UnsupportedModelError, match=r"model\.safetensors: not a safetensors file"):
+        _load(llama)
+
+
+def test_a_shard_that_vanished_is_named(tmp_path: Path) -> None:
+    path = make_tiny_llama(tmp_path, max_shard_size="100KB")
+    spec, shards = read_spec(path), sorted(path.glob("model-*.safetensors"))
+    shards[-1].unlink()
+    with pytest.raises(ModelNotFoundError, match=shards[-1].name):
+        load_decoder(path, spec, torch.float32, CPU)
