@@ -1,6 +1,12 @@
-"""Rollouts for RL post-training that can be suspended with all their KV and resumed on another worker, exactly."""
+"""Rollouts for RL post-training that can be suspended with all their KV and resumed on another worker, exactly.
 
-from rollout.client import ALL, AsyncRollout, Rollout, connect, start
+The client is imported at its first use: it brings Ray and torch, which take seconds, and a configuration can
+be found wrong without them.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from rollout.config import Config, load_config
 from rollout.types import (
     AbortReport,
@@ -13,6 +19,20 @@ from rollout.types import (
     Trajectory,
     TrajectoryId,
 )
+
+if TYPE_CHECKING:
+    from rollout.client import ALL, AsyncRollout, Rollout, connect, start
+else:
+
+    def __getattr__(name: str) -> Any:
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module("rollout.client"), name)
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})
+
 
 __all__ = [
     "ALL",

@@ -23,6 +23,7 @@ LAYERS = (
     ("",),  # rollout/__init__.py, what drivers import
     ("server",),
     ("cli",),
+    ("__main__",),
 )
 """Bottom first. A package imports rows below its own, and itself."""
 
