@@ -115,7 +115,11 @@ class Controller:
     # What happens -------------------------------------------------------------------------------------
 
     def handle(self, event: Event, now: float) -> list[Command]:
-        """Take an event in; returns what to do about it. An event that arrives twice changes nothing."""
+        """Take an event in; returns what to do about it. An event that arrives twice changes nothing.
+
+        Only `Freed`, which may come when its trajectory is forgotten, and a preemption in one report with an
+        admission are counted as often as they are told.
+        """
         match event:
             case WorkerReport():
                 commands = self._report(event, now)
@@ -155,8 +159,7 @@ class Controller:
             case Admitted():
                 self._admitted(record, event)
             case Preempted():
-                self._tally["preemptions"] += 1
-                record.enter(Phase.PREEMPTED)
+                self._preempted(record)
             case RestoreFailed():
                 self._tally["restore_failures"] += 1
                 return self._set_image(record, None)
@@ -176,21 +179,31 @@ class Controller:
             f"{record.trajectory_id}: tokens from {event.offset} on, but only {len(record.columns)} known"
         )
         news = event.columns.since(known)
+        if not news:
+            return
         record.columns.extend(news)
         self._tally["tokens"] += len(news)
         if record.phase is not Phase.DECODING:
             record.enter(Phase.DECODING)
 
+    def _preempted(self, record: Record) -> None:
+        if record.phase is not Phase.PREEMPTED:
+            self._tally["preemptions"] += 1
+            record.enter(Phase.PREEMPTED)
+
     def _admitted(self, record: Record, event: Admitted) -> None:
+        first = record.admitted_epoch != record.epoch
+        if not first and record.phase is not Phase.PREEMPTED:
+            return
+        record.admitted_epoch = record.epoch
         self._tally["recomputed_tokens"] += event.recomputed_tokens
         known = len(record.prompt_ids) + len(record.columns)
         whole = event.cached_tokens + event.restored_tokens >= known - 1 > 0
         phase = Phase.DECODING if whole else Phase.PREFILLING
         if record.phase is not phase:
             record.enter(phase)
-        if record.epoch == record.admitted_epoch or len(record.workers) == 1:
+        if not first or len(record.workers) == 1:
             return
-        record.admitted_epoch = record.epoch
         self._tally["restored_tokens"] += event.restored_tokens
         self._tally["cached_tokens"] += event.cached_tokens
         record.resumes.append(
@@ -206,15 +219,13 @@ class Controller:
         worker = self._fleet.leave(record)
         intent = record.intent or self._slice_intent
         record.intent = intent
-        record.kv_tokens = event.kv_tokens
+        record.kv_tokens = max(record.kv_tokens, event.kv_tokens)
         record.suspensions += 1
         self._tally["suspensions"] += 1
         record.enter(Phase.SUSPENDING)
         release = self._release(record)
         covered = record.image.kv_tokens if record.image is not None else 0
-        if intent.keep is Keep.NONE:
-            return [release, *self._set_image(record, None), *self._settle(record, now)]
-        if event.kv_tokens <= covered or intent.then is Then.FINISH:
+        if event.kv_tokens <= covered or intent.keep is Keep.NONE or intent.then is Then.FINISH:
             return [release, *self._settle(record, now)]
         return [
             Export(
@@ -234,12 +245,9 @@ class Controller:
         if record is None:
             nobodys = self._groups.get(event.trajectory_id)
             image = nobodys.image if nobodys is not None else None
-            return _retain(event.trajectory_id, event.image, image)
+            return _retain(event.trajectory_id, event.image, image) if image != event.image else []
         self._tally["exported_bytes"] += event.sent_bytes
-        commands = [self._release(record), *self._set_image(record, event.image)]
-        if record.intent is not None and record.intent.keep is Keep.NONE:
-            commands += self._set_image(record, None)
-        return commands + self._settle(record, now)
+        return [self._release(record), *self._set_image(record, event.image), *self._settle(record, now)]
 
     def _export_failed(self, event: ExportFailed, now: float) -> list[Command]:
         record = self._suspending(event.trajectory_id, event.epoch)
@@ -262,8 +270,6 @@ class Controller:
                 self._fleet.dequeue(record)
                 record.enter(Phase.SUSPENDED)
             if record.phase is Phase.SUSPENDED:
-                if event.keep is Keep.NONE:
-                    commands += self._set_image(record, None)
                 commands += self._settle(record, now)
         return commands
 
@@ -292,7 +298,7 @@ class Controller:
         worker = self._fleet.get(event.worker)
         if worker is not None and worker.incarnation == event.incarnation:
             commands += self._lose(worker, now)
-        if event.final:
+        if event.final and self._fleet.get(event.worker) is None:
             self._fleet.give_up(event.worker, event.error)
         if self._fleet.hopeless is not None:
             for record in self._fleet.drain():
@@ -307,6 +313,7 @@ class Controller:
         for trajectory_id in sorted(worker.running):
             record = self._groups.get(trajectory_id)
             assert record is not None, f"{worker.worker_id} ran {trajectory_id}, which is unknown"
+            record.lost = True
             if record.columns:
                 record.kv_tokens = len(record.prompt_ids) + len(record.columns) - 1
             if record.intent is None:
@@ -321,11 +328,12 @@ class Controller:
     def _dispatch(self) -> list[Command]:
         commands: list[Command] = []
         for record, worker in self._fleet.dispatch():
-            if record.suspensions and record.workers:
+            if record.lost:
+                self._tally["restarts"] += 1
+            elif record.workers:
                 self._tally["resumes"] += 1
                 self._tally["resumed_elsewhere"] += record.worker != worker.worker_id
-            elif record.workers:
-                self._tally["restarts"] += 1
+            record.lost = False
             record.workers.append(worker.worker_id)
             record.epoch += 1
             record.enter(Phase.RESTORING if record.image is not None else Phase.PREFILLING)
@@ -344,18 +352,19 @@ class Controller:
         return []
 
     def _settle(self, record: Record, now: float) -> list[Command]:
-        """A stopped trajectory does what its intent says comes then."""
+        """A stopped trajectory keeps what its intent says, and does what that says comes then."""
         intent, record.intent = record.intent, None
         assert intent is not None, f"{record.trajectory_id}: nothing to settle"
         if record.phase is not Phase.SUSPENDED:
             record.enter(Phase.SUSPENDED)
+        commands = self._set_image(record, None) if intent.keep is Keep.NONE else []
         match intent.then:
             case Then.HOLD:
-                return []
+                return commands
             case Then.FINISH:
-                return self._end(record, FinishReason.ABORT, now)
+                return commands + self._end(record, FinishReason.ABORT, now)
             case Then.REQUEUE:
-                return self._enqueue(record, now)
+                return commands + self._enqueue(record, now)
 
     def _end(self, record: Record, reason: FinishReason, now: float) -> list[Command]:
         record.enter(Phase.FAILED if reason is FinishReason.ERROR else Phase.FINISHED)

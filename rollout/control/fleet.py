@@ -43,6 +43,7 @@ class Fleet:
 
     def join(self, up: WorkerUp) -> None:
         assert up.worker not in self._workers, f"{up.worker} joined twice"
+        self._lost.pop(up.worker, None)
         self._workers[up.worker] = Worker(
             worker_id=up.worker, node=up.node, incarnation=up.incarnation, max_running=up.max_running
         )
@@ -79,7 +80,10 @@ class Fleet:
         return drained
 
     def dispatch(self) -> list[tuple[Record, Worker]]:
-        """Take out of the queue what starts now, with the worker it starts on."""
+        """Take out of the queue what starts now, with the worker it starts on.
+
+        New trajectories left no worker: they never overtake an older one.
+        """
         chosen: list[tuple[Record, Worker]] = []
         for elsewhere_only in (True, False) if self._prefer_other else (False,):
             for record in list(self._queue):
@@ -87,6 +91,8 @@ class Fleet:
                 if not able:
                     return chosen
                 if elsewhere_only:
+                    if record.worker is None:
+                        continue
                     able = [worker for worker in able if worker.worker_id != record.worker]
                     if not able:
                         continue

@@ -65,14 +65,16 @@ class Record:
     epoch: int = 0
     image: Image | None = None
     kv_tokens: int = 0
-    """Positions that had KV on the last worker, as far as known."""
+    """Positions that had KV on some worker, as far as known."""
     intent: Intent | None = None
     """Of an abort or slice that is under way."""
     suspensions: int = 0
     workers: list[WorkerId] = field(default_factory=list)
     resumes: list[Resume] = field(default_factory=list)
+    lost: bool = False
+    """It was on a worker that was lost, and did not start since."""
     admitted_epoch: int = 0
-    """The last epoch whose admission was counted."""
+    """The last epoch in which it was admitted."""
     finish_reason: FinishReason | None = None
     error: str | None = None
     finished_at: float | None = None

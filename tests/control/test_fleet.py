@@ -1,0 +1,159 @@
+"""Who goes where, and when: oldest first, most room, and elsewhere if that is preferred."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout.control.fleet import Fleet
+from rollout.control.messages import WorkerUp
+from rollout.control.records import Record
+from rollout.types import GroupId, NodeId, SamplingParams, TrajectoryId, WorkerId
+from tests.control.scene import W1, W2, W3
+
+
+def make_fleet(rooms: dict[WorkerId, int], *, prefer_other: bool = False, size: int | None = None) -> Fleet:
+    fleet = Fleet(size=size or len(rooms), prefer_other=prefer_other)
+    for worker, room in rooms.items():
+        fleet.join(WorkerUp(worker=worker, node=NodeId("n"), incarnation="a", max_running=room))
+    return fleet
+
+
+def make_record(order: int, *workers: WorkerId) -> Record:
+    return Record(
+        trajectory_id=TrajectoryId(f"t{order}"),
+        group_id=GroupId("g"),
+        sample_index=order,
+        order=order,
+        prompt_ids=(1,),
+        sampling=SamplingParams(),
+        seed=0,
+        submitted_at=0.0,
+        metadata={},
+        workers=[*workers],
+    )
+
+
+def dispatch(fleet: Fleet, *records: Record) -> list[tuple[int, WorkerId]]:
+    """Order and worker of all that start when `records` are queued."""
+    for record in records:
+        fleet.enqueue(record)
+    return [(record.order, worker.worker_id) for record, worker in fleet.dispatch()]
+
+
+def test_the_oldest_starts_first_however_it_was_queued() -> None:
+    fleet = make_fleet({W1: 2})
+    assert dispatch(fleet, make_record(3), make_record(1), make_record(2)) == [(1, W1), (2, W1)]
+    assert [record.order for record in fleet.drain()] == [3]
+
+
+def test_most_room_is_filled_first() -> None:
+    fleet = make_fleet({W1: 1, W2: 3})
+    started = dispatch(fleet, *(make_record(i) for i in range(4)))
+    assert [worker for _, worker in started[:2]] == [W2, W2]
+    assert sorted(worker for _, worker in started) == [W1, W2, W2, W2]
+
+
+def test_room_comes_back_when_a_trajectory_leaves() -> None:
+    fleet = make_fleet({W1: 1})
+    first, second = make_record(0), make_record(1)
+    assert dispatch(fleet, first, second) == [(0, W1)]
+    first.workers.append(W1)
+    assert fleet.dispatch() == []
+    assert fleet.leave(first).worker_id == W1
+    assert dispatch(fleet) == [(1, W1)]
+
+
+def test_without_a_preference_a_trajectory_may_go_back_to_its_worker() -> None:
+    assert dispatch(make_fleet({W1: 3, W2: 1}), make_record(0, W1)) == [(0, W1)]
+
+
+def test_with_a_preference_it_goes_elsewhere_even_where_there_is_less_room() -> None:
+    fleet = make_fleet({W1: 3, W2: 1}, prefer_other=True)
+    assert dispatch(fleet, make_record(0, W1), make_record(1, W1)) == [(0, W2), (1, W1)]
+
+
+def test_only_the_last_worker_counts_as_left() -> None:
+    assert dispatch(make_fleet({W1: 1, W2: 1}, prefer_other=True), make_record(0, W2, W1)) == [(0, W2)]
+
+
+def test_room_goes_first_to_who_left_another_worker() -> None:
+    fleet = make_fleet({W1: 1}, prefer_other=True)
+    assert dispatch(fleet, make_record(0, W1), make_record(1), make_record(2, W2)) == [(2, W1)]
+
+
+def test_a_preference_leaves_no_room_empty() -> None:
+    fleet = make_fleet({W1: 2}, prefer_other=True)
+    assert dispatch(fleet, make_record(0, W1), make_record(1, W1)) == [(0, W1), (1, W1)]
+
+
+def test_new_trajectories_do_not_overtake_one_that_only_its_own_worker_has_room_for() -> None:
+    """Case E4: otherwise a stream of new ones would starve it on a fleet of one."""
+    fleet = make_fleet({W1: 1, W2: 0}, prefer_other=True)
+    assert dispatch(fleet, make_record(0, W1), make_record(1)) == [(0, W1)]
+
+
+WORKERS = st.sampled_from([W1, W2, W3])
+
+
+@given(
+    rooms=st.dictionaries(WORKERS, st.integers(0, 4)),
+    lives=st.lists(st.lists(WORKERS, max_size=2), max_size=12),
+    prefer_other=st.booleans(),
+)
+def test_routing_rules(rooms: dict[WorkerId, int], lives: list[list[WorkerId]], prefer_other: bool) -> None:
+    fleet = make_fleet(rooms, prefer_other=prefer_other, size=3)
+    records = [make_record(order, *workers) for order, workers in enumerate(lives)]
+    started = dict(dispatch(fleet, *reversed(records)))
+    waiting = [record.order for record in fleet.drain()]
+    left = {worker: room - list(started.values()).count(worker) for worker, room in rooms.items()}
+    assert sorted([*started, *waiting]) == list(range(len(records)))
+    assert waiting == sorted(waiting)
+    assert min(left.values(), default=0) >= 0
+    assert not waiting or not any(left.values()), "room is empty while somebody waits"
+    for order, worker in started.items():
+        back = worker == records[order].worker
+        if prefer_other and back:
+            assert not any(room for other, room in left.items() if other != worker)
+        overtaken = [older for older in waiting if older < order]
+        assert not overtaken or (prefer_other and records[order].worker is not None and not back)
+
+
+def test_nothing_is_hopeless_while_a_worker_may_come() -> None:
+    fleet = make_fleet({}, size=2)
+    assert fleet.hopeless is None
+    fleet.give_up(W1, "no memory")
+    fleet.give_up(W1, "no memory")
+    assert fleet.hopeless is None
+    fleet.give_up(W2, "killed")
+    assert fleet.hopeless == "no worker is left: w1: no memory; w2: killed"
+
+
+def test_a_worker_that_comes_back_after_all_gives_hope() -> None:
+    fleet = make_fleet({}, size=1)
+    fleet.give_up(W1, "killed")
+    fleet.join(WorkerUp(worker=W1, node=NodeId("n"), incarnation="b", max_running=1))
+    assert fleet.hopeless is None
+    assert dispatch(fleet, make_record(0)) == [(0, W1)]
+
+
+def test_a_dropped_worker_takes_nothing_any_more() -> None:
+    fleet = make_fleet({W1: 1, W2: 1})
+    assert fleet.drop(W1).worker_id == W1
+    assert fleet.get(W1) is None
+    assert dispatch(fleet, make_record(0), make_record(1)) == [(0, W2)]
+
+
+def test_what_is_dequeued_does_not_start() -> None:
+    fleet = make_fleet({})
+    first, second = make_record(0), make_record(1)
+    fleet.enqueue(first)
+    fleet.enqueue(second)
+    fleet.dequeue(first)
+    fleet.join(WorkerUp(worker=W1, node=NodeId("n"), incarnation="a", max_running=4))
+    assert dispatch(fleet) == [(1, W1)]
+
+
+def test_joining_twice_asserts() -> None:
+    fleet = make_fleet({W1: 1})
+    with pytest.raises(AssertionError, match="w1 joined twice"):
+        fleet.join(WorkerUp(worker=W1, node=NodeId("n"), incarnation="b", max_running=1))

@@ -1,0 +1,110 @@
+"""Groups from submission to delivery: in order, once, whole."""
+
+import pytest
+
+from rollout.control.records import Groups, Record
+from rollout.errors import DuplicateKeyError
+from rollout.types import FinishReason, GroupId, Phase, TrajectoryId, Version
+from tests.control.scene import columns, submission
+
+
+def end(groups: Groups, *records: Record) -> None:
+    for record in records:
+        record.enter(Phase.FINISHED)
+        record.finish_reason = FinishReason.STOP
+        groups.ended(record)
+
+
+def delivered(groups: Groups, count: int = 99) -> list[str]:
+    return [delivery.group_id for delivery in groups.take(count)]
+
+
+def test_a_group_has_a_record_for_every_seed_in_submission_order() -> None:
+    groups = Groups()
+    first, second = groups.add(submission("a", n=2), now=3.0), groups.add(submission("b"), now=4.0)
+    assert [record.trajectory_id for record in (*first, *second)] == ["a/0", "a/1", "b/0"]
+    assert [record.order for record in (*first, *second)] == [0, 1, 2]
+    assert [record.seed for record in first] == [0, 1]
+    assert [record.submitted_at for record in (*first, *second)] == [3.0, 3.0, 4.0]
+    assert groups.records() == (*first, *second)
+    assert groups.get(TrajectoryId("a/1")) is first[1]
+    assert groups.get(TrajectoryId("a")) is None
+
+
+def test_a_group_is_complete_when_its_last_member_is_over() -> None:
+    groups = Groups()
+    first, second, third = groups.add(submission(n=3), now=0.0)
+    end(groups, second, third)
+    assert (groups.complete, groups.take(1)) == (0, [])
+    end(groups, first)
+    assert groups.complete == 1
+    (delivery,) = groups.take(1)
+    assert [trajectory.sample_index for trajectory in delivery.trajectories] == [0, 1, 2]
+
+
+def test_groups_are_taken_in_the_order_they_were_completed() -> None:
+    groups = Groups()
+    members = {name: groups.add(submission(name), now=0.0) for name in "abc"}
+    for name in "cab":
+        end(groups, *members[name])
+    assert delivered(groups, 2) == ["c", "a"]
+    assert delivered(groups, 0) == []
+    assert delivered(groups) == ["b"]
+    assert delivered(groups) == []
+
+
+def test_what_was_taken_is_forgotten_and_nothing_else() -> None:
+    groups = Groups()
+    end(groups, *groups.add(submission("job-1"), now=0.0))
+    (other,) = groups.add(submission("job-10"), now=0.0)
+    assert delivered(groups) == ["job-1"]
+    assert groups.get(TrajectoryId("job-1/0")) is None
+    assert groups.records() == (other,)
+
+
+def test_a_key_in_use_is_refused_and_changes_nothing() -> None:
+    groups = Groups()
+    (record,) = groups.add(submission("a"), now=0.0)
+    with pytest.raises(DuplicateKeyError, match="'a'"):
+        groups.add(submission("a", n=2), now=1.0)
+    assert groups.records() == (record,)
+    end(groups, record)
+    with pytest.raises(DuplicateKeyError):
+        groups.add(submission("a"), now=1.0)
+    assert delivered(groups) == ["a"]
+    (again,) = groups.add(submission("a"), now=2.0)
+    assert again.order == 1
+
+
+def test_a_snapshot_says_all_and_does_not_change_afterwards() -> None:
+    (record,) = Groups().add(submission(budget=4), now=1.0)
+    record.columns.extend(columns(0, 2))
+    before = record.snapshot()
+    record.columns.append(7, -1.0, Version(3))
+    after = record.snapshot()
+    assert (before.group_id, before.trajectory_id) == (GroupId("g"), TrajectoryId("g/0"))
+    assert (before.output_ids, before.logprobs, before.finish_reason) == ((100, 101), (0.0, -0.125), None)
+    assert after.output_ids == (100, 101, 7)
+    assert [(run.version, run.tokens) for run in after.versions] == [(0, 2), (3, 1)]
+    assert before.metadata == {"key": "g"}
+
+
+def test_ids_of_trajectories_and_groups_are_resolved_each_once() -> None:
+    groups = Groups()
+    first, second = groups.add(submission("job-1", n=2), now=0.0)
+    (other,) = groups.add(submission("job-10"), now=0.0)
+    assert groups.resolve(None) == ([first, second, other], ())
+    assert groups.resolve(["job-1/1"]) == ([second], ())
+    assert groups.resolve(["job-1"]) == ([first, second], ())
+    assert groups.resolve(["job-1/1", "job-1", "job-1/1"]) == ([second, first], ())
+    assert groups.resolve(["job-10", "job", "job-1/2", "job-1/"]) == ([other], ("job", "job-1/2", "job-1/"))
+    assert groups.resolve([]) == ([], ())
+
+
+def test_groups_are_live_until_they_are_taken() -> None:
+    groups = Groups()
+    for name in "ab":
+        end(groups, *groups.add(submission(name), now=0.0))
+    assert (groups.live, groups.complete) == (2, 2)
+    groups.take(1)
+    assert (groups.live, groups.complete) == (1, 1)
