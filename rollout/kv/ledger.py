@@ -6,6 +6,7 @@ found by name, so what one trajectory stored another need not send.
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -43,7 +44,8 @@ class PoolLedger:
         self._live: dict[SegmentId, _Entry] = {}
         self._dropped: dict[SegmentId, _Entry] = {}
         """Dropped, but a lease still reads them."""
-        self._places: dict[PageKey, Place] = {}
+        self._places: dict[PageKey, dict[SegmentId, int]] = {}
+        """Every live segment that has a page, and where in it; what was stored first stands first."""
         self._held: dict[TrajectoryId, set[SegmentId]] = {}
         self._leases: dict[int, tuple[float, tuple[SegmentId, ...]]] = {}
         self._lease_ids = itertools.count(1)
@@ -56,10 +58,11 @@ class PoolLedger:
         """The places of the longest prefix of `keys` that is stored."""
         places = []
         for key in keys:
-            place = self._places.get(key)
-            if place is None:
+            stored = self._places.get(key)
+            if stored is None:
                 break
-            places.append(place)
+            segment, index = next(iter(stored.items()))
+            places.append(Place(segment=segment, index=index))
         return places
 
     def holds(self, segment: SegmentId) -> bool:
@@ -90,7 +93,7 @@ class PoolLedger:
         self.stored += nbytes
         self._live[segment] = entry
         for index, key in enumerate(entry.keys):
-            self._places.setdefault(key, Place(segment=segment, index=index))
+            self._places.setdefault(key, {})[segment] = index
         self.hold(holder, [segment])
 
     def hold(self, trajectory: TrajectoryId, segments: Iterable[SegmentId]) -> None:
@@ -122,7 +125,9 @@ class PoolLedger:
         if entry is None:
             return []
         for key in entry.keys:
-            if self._places[key].segment == segment:
+            stored = self._places[key]
+            del stored[segment]
+            if not stored:
                 del self._places[key]
         for holder in entry.holders:
             self._held[holder].discard(segment)
@@ -170,11 +175,15 @@ class PoolLedger:
         assert self.stored == sum(entry.nbytes for entry in self._live.values()), self.stored
         assert self.still_read == sum(entry.nbytes for entry in self._dropped.values()), self.still_read
         assert self.stored + self.reserved + self.still_read <= self.budget, (self.stored, self.reserved)
+        assert all(entry.holders for entry in self._live.values()), "a segment is held by nobody"
+        holds = {(holder, segment) for segment, entry in self._live.items() for holder in entry.holders}
+        assert holds == {(holder, segment) for holder, held in self._held.items() for segment in held}, holds
+        places: dict[PageKey, dict[SegmentId, int]] = {}
         for segment, entry in self._live.items():
-            assert entry.holders, f"{segment} is held by nobody"
-            assert all(segment in self._held[holder] for holder in entry.holders), segment
-        for key, place in self._places.items():
-            assert self._live[place.segment].keys[place.index] == key, place
-        open_leases = itertools.chain.from_iterable(segments for _, segments in self._leases.values())
-        entries = [*self._live.values(), *self._dropped.values()]
-        assert sum(entry.leases for entry in entries) == len(list(open_leases)), "leases and entries differ"
+            for index, key in enumerate(entry.keys):
+                places.setdefault(key, {})[segment] = index
+        assert places == self._places, "names and segments differ"
+        leases = Counter(segment for _, segments in self._leases.values() for segment in segments)
+        entries = self._live | self._dropped
+        assert leases == Counter({segment: entry.leases for segment, entry in entries.items() if entry.leases}), leases
+        assert all(entry.leases for entry in self._dropped.values()), "a dropped segment is read by nobody"
