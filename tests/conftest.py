@@ -2,11 +2,13 @@
 
 import importlib.util
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads that spin on a busy machine cost more than they save
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -52,3 +54,20 @@ def smollm2_path(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -
     out = tmp_path_factory.mktemp("models") / "smollm2-135m"
     import_gguf(smollm2_gguf, out)
     return out
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    """One Ray node of four CPUs, whatever the machine has, for all tests that need one."""
+    import ray
+
+    ray.init(
+        num_cpus=4,
+        object_store_memory=512 << 20,
+        include_dashboard=False,
+        namespace="rollout",
+        logging_level="warning",
+        log_to_driver=False,
+    )
+    yield
+    ray.shutdown()

@@ -1,0 +1,144 @@
+"""A service under test: one batch of groups whose uninterrupted outputs are known, and ways into its actors.
+
+`inside` runs a function in an actor, by a facility of Ray: the product has no hooks for tests. Functions
+that go there are lambdas and closures, which travel by value, and import what they need.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import ray
+
+from rollout.client import Rollout
+from rollout.metrics import EngineStats, PoolStats
+from rollout.types import SamplingParams, Trajectory, TrajectoryId
+
+T = TypeVar("T")
+
+PAGE_TOKENS = 16
+TOKEN_BYTES = 4 * 2 * 8 * 32 * 4
+"""Of `kv_model`: layers, key and value, heads, head size, fp32. 13 tokens are more than Ray would inline."""
+PROMPT_TOKENS = 40
+KEYS = ("ann", "bob")
+SAMPLES = 2
+SAMPLING = SamplingParams(max_new_tokens=160, ignore_eos=True)
+PROMPTS = [
+    [4 + (position * (7 + 4 * number)) % 300 for position in range(PROMPT_TOKENS)] for number in range(len(KEYS))
+]
+IDS = [TrajectoryId(f"{key}/{sample}") for key in KEYS for sample in range(SAMPLES)]
+
+Outputs = dict[TrajectoryId, tuple[tuple[int, ...], tuple[float, ...]]]
+
+
+def settings(model: Path, name: str, **sections: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration of two deterministic workers; `sections` add to it field by field."""
+    base: dict[str, dict[str, Any]] = {
+        "model": {"path": model, "dtype": "float32"},
+        "engine": {
+            "max_running": 4,
+            "deterministic": True,
+            "chunk_tokens": 32,
+            "kv_bytes": "32MiB",
+            "max_context_tokens": 512,
+        },
+        "cluster": {"name": name, "workers": 2, "max_restarts": 100, "health_interval_s": 0.2, "unresponsive_s": 10},
+        "pool": {"budget_bytes": "64MiB", "warm_bytes": "8MiB", "restore_timeout_s": 10, "export_timeout_s": 10},
+        "resume": {"prefer": "other"},
+    }
+    return {name: base.get(name, {}) | dict(sections.get(name, {})) for name in base | sections}
+
+
+def eventually(look: Callable[[], T], *, within_s: float = 60.0) -> T:
+    """The first truthy answer of `look`; fails, with the last one, if there is none in time."""
+    deadline = time.monotonic() + within_s
+    pause = threading.Event()
+    while not (seen := look()):
+        assert time.monotonic() < deadline, f"not within {within_s:g} s, last seen: {seen!r}"
+        pause.wait(0.02)
+    return seen
+
+
+def submit(service: Rollout, sampling: SamplingParams = SAMPLING) -> None:
+    """The batch: two groups of two."""
+    service.submit(PROMPTS, n=SAMPLES, sampling=sampling, key=KEYS)
+
+
+def collect(service: Rollout, groups: int = len(KEYS), *, within_s: float = 120.0) -> dict[TrajectoryId, Trajectory]:
+    """Take finished groups until there are as many."""
+    deliveries = []
+    deadline = time.monotonic() + within_s
+    while len(deliveries) < groups:
+        left = deadline - time.monotonic()
+        assert left > 0, f"{len(deliveries)} of {groups} groups after {within_s:g} s: {service.stats()}"
+        deliveries += service.next_groups(groups - len(deliveries), timeout_s=left)
+    return {t.trajectory_id: t for delivery in deliveries for t in delivery.trajectories}
+
+
+def outputs(trajectories: Mapping[TrajectoryId, Trajectory]) -> Outputs:
+    """Ids and log-probabilities, to be compared bit for bit."""
+    return {name: (t.output_ids, t.logprobs) for name, t in trajectories.items()}
+
+
+def sampled(service: Rollout, more: int, *, within_s: float = 60.0) -> None:
+    """Wait until the service has sampled so many tokens more than now."""
+    start = service.stats().counters.tokens
+    eventually(lambda: service.stats().counters.tokens >= start + more, within_s=within_s)
+
+
+def inside(actor: Any, run: Callable[..., T], *args: Any, timeout_s: float = 30.0) -> T:
+    """What `run(the actor's object, *args)` returns in the actor."""
+    result: T = ray.get(actor.__ray_call__.remote(run, *args), timeout=timeout_s)
+    return result
+
+
+def controller(service: Rollout) -> Any:
+    return service.aio._controller
+
+
+def workers(service: Rollout) -> dict[str, Any]:
+    found: dict[str, Any] = inside(controller(service), lambda self: self._workers)
+    return found
+
+
+def pools(service: Rollout) -> list[Any]:
+    found: list[Any] = inside(controller(service), lambda self: list(self._pools.values()))
+    return found
+
+
+def pids(service: Rollout) -> dict[str, int]:
+    """Of the workers that answer."""
+    return {worker.worker: worker.pid for worker in service.stats().workers}
+
+
+def engines(service: Rollout) -> list[EngineStats]:
+    return [worker.engine for worker in service.stats().workers]
+
+
+def pool(service: Rollout) -> PoolStats:
+    """Of the one node."""
+    (stats,) = service.stats().pools
+    return stats
+
+
+def at_rest(service: Rollout, workers: int = 2) -> bool:
+    """Nothing runs, is parked or stored, and every page is free or in a prefix tree."""
+    stats = service.stats()
+    found = [worker.engine for worker in stats.workers]
+    kept = [(one.stored, one.reserved, one.still_read, one.segments) for one in stats.pools]
+    return (
+        len(found) == workers
+        and all(engine.waiting == engine.running == engine.parked == 0 for engine in found)
+        and all(engine.pages.private == engine.pages.reserved == 0 for engine in found)
+        and all(engine.pages.free + engine.pages.tree == engine.pages.total for engine in found)
+        and all(worker.exporting == 0 for worker in stats.workers)
+        and set(kept) == {(0, 0, 0, 0)}
+    )
+
+
+def audit(service: Rollout) -> None:
+    """Recompute the ledgers of all pools inside them, and compare with what they hold."""
+    for actor in pools(service):
+        inside(actor, lambda self: (self._ledger.audit(), set(self._segments) == set(self._ledger._live) or 1 / 0))
