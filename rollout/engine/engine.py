@@ -5,11 +5,13 @@ One thread owns an engine. It knows no Ray and no text; it is told what to do by
 keeps its pages until it is released; an abort takes effect at once, without another forward.
 """
 
+import math
 from typing import Any
 
 from rollout.control.messages import (
     Admitted,
     Assignment,
+    Failed,
     Finished,
     Freed,
     Parked,
@@ -201,6 +203,9 @@ class Engine:
             self._decoded += 1
         for draw in draws:
             sequence = draw.sequence
+            if math.isnan(draw.logprob):
+                self._fail(sequence, "the model's logits are not numbers")
+                continue
             offset = len(sequence.columns)
             reason = sequence.accept(draw.token, draw.logprob, self._version)
             self._sampled += 1
@@ -212,6 +217,12 @@ class Engine:
                 self._tell(Finished, sequence.key, reason=reason)
             elif sequence.slice_over:
                 self._park(sequence, ParkReason.SLICE)
+
+    def _fail(self, sequence: Sequence, error: str) -> None:
+        self._scheduler.park(sequence)
+        self._scheduler.release(sequence.key)
+        del self._sequences[sequence.key]
+        self._tell(Failed, sequence.key, error=error)
 
     def _park(self, sequence: Sequence, reason: ParkReason) -> None:
         self._scheduler.park(sequence)
