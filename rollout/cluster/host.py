@@ -10,7 +10,6 @@ import os
 import queue
 import threading
 import time
-import uuid
 from collections.abc import Callable
 
 import torch
@@ -36,13 +35,21 @@ IDLE_S = 0.5
 class Host:
     """Loads the model, then runs the engine until the process ends."""
 
-    def __init__(self, worker: WorkerId, node: NodeId, incarnation: str, config: Config, reader: ImageReader) -> None:
+    def __init__(
+        self,
+        worker: WorkerId,
+        node: NodeId,
+        incarnation: str,
+        config: Config,
+        weights_id: str,
+        reader: ImageReader,
+    ) -> None:
         """Raises `ConfigError` if the configuration and this machine do not fit together."""
         self._worker = worker
         self._node = node
         self._incarnation = incarnation
         self._threads = config.cluster.cpus_per_worker
-        self._weights_id = uuid.uuid4().hex
+        self._weights_id = weights_id
         self._parked_s = 2 * config.pool.export_timeout_s
         """Pages of a parked sequence that nobody releases are freed after this."""
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()

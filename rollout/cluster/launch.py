@@ -7,6 +7,7 @@ driver that started them and end with it.
 import asyncio
 import logging
 import time
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -179,6 +180,7 @@ def _place(config: Config) -> PlacementGroup:
 def _start_workers(config: Config, placement: PlacementGroup) -> dict[WorkerId, Any]:
     cluster = config.cluster
     actor = ray.remote(concurrency_groups=GROUPS)(Worker)
+    weights_id = uuid.uuid4().hex
     workers = {}
     for index in range(cluster.workers):
         worker = WorkerId(f"worker-{index}")
@@ -188,7 +190,7 @@ def _start_workers(config: Config, placement: PlacementGroup) -> dict[WorkerId, 
             max_restarts=cluster.max_restarts,
             runtime_env={"env_vars": {"OMP_NUM_THREADS": str(cluster.cpus_per_worker)}},
             scheduling_strategy=PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=index),
-        ).remote(worker, config)
+        ).remote(worker, config, weights_id)
     return workers
 
 

@@ -27,8 +27,10 @@ WARM_CHUNK_BYTES = 8 << 20
 class Worker:
     """One process of the service that decodes."""
 
-    def __init__(self, worker: WorkerId, config: Config) -> None:
+    def __init__(self, worker: WorkerId, config: Config, weights_id: str) -> None:
+        """`weights_id` names what `config` makes every worker of the service load."""
         self._worker = worker
+        self._weights_id = weights_id
         self._config = config
         self._incarnation = uuid.uuid4().hex
         self._host: Host | None = None
@@ -42,7 +44,7 @@ class Worker:
         if self._host is None:
             reader = PoolReader(self._config.cluster.name, self._config.pool.restore_timeout_s)
             node = NodeId(ray.get_runtime_context().get_node_id())
-            self._host = Host(self._worker, node, self._incarnation, self._config, reader)
+            self._host = Host(self._worker, node, self._incarnation, self._config, self._weights_id, reader)
         return self._host.description
 
     @ray.method(concurrency_group="control")
