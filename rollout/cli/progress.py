@@ -2,6 +2,7 @@
 
 import time
 from collections import deque
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
@@ -20,11 +21,14 @@ RATE_UPDATES = 20
 class Progress:
     """Shows what `update` is given, from the beginning to the end of its `with` block."""
 
-    def __init__(self, console: Console, *, title: str, total: int) -> None:
+    def __init__(
+        self, console: Console, *, title: str, total: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """`total` is the number of groups."""
         self._console = console
         self._title = title
         self._total = total
+        self._clock = clock
         self._samples: deque[tuple[float, int]] = deque(maxlen=RATE_UPDATES)
         self._logged_at = float("-inf")
         self._bar = rich.progress.Progress(
@@ -40,7 +44,7 @@ class Progress:
 
     def update(self, stats: ServiceStats, done: int) -> None:
         """`done` groups are over."""
-        now = time.monotonic()
+        now = self._clock()
         tokens = stats.counters.tokens
         self._samples.append((now, tokens))
         detail = f"{tokens} tokens, {self._rate():.1f} tokens/s, {_trajectories(stats)}"
