@@ -9,16 +9,17 @@ import itertools
 import threading
 import uuid
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import CancelledError
 from enum import Enum
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Literal, Self, TypeVar
 
+from rollout.cluster import launch
 from rollout.cluster.description import ServiceDescription
-from rollout.cluster.launch import Service, call, connect_ray, find, launch
 from rollout.config import Config, load_config
 from rollout.control.records import Submission
-from rollout.errors import InvalidPromptError, InvalidSamplingError, PromptTooLongError
+from rollout.errors import InvalidPromptError, InvalidSamplingError, PromptTooLongError, ServiceClosedError
 from rollout.metrics import ServiceStats
 from rollout.text import Prompt, Tokenizer
 from rollout.types import (
@@ -64,6 +65,7 @@ class AsyncRollout:
         self._sampling = description.config.sampling.resolve(description.generation_defaults)
         self._keys = (f"{key_prefix}{number}" for number in itertools.count())
         self._on_close = on_close
+        self._closed = False
         self.tokenizer = Tokenizer(description.tokenizer)
 
     @property
@@ -138,7 +140,11 @@ class AsyncRollout:
         return stats
 
     async def close(self) -> None:
-        """Leave the service, and end it if this client started it. Closing twice is harmless."""
+        """Leave the service, and end it if this client started it. Closing twice is harmless.
+
+        Every other call raises `ServiceClosedError` from then on.
+        """
+        self._closed = True
         if self._on_close is not None:
             on_close, self._on_close = self._on_close, None
             await asyncio.get_running_loop().run_in_executor(None, on_close)
@@ -174,7 +180,9 @@ class AsyncRollout:
         return Submission(group_id=GroupId(key), prompt_ids=ids, sampling=sampling, seeds=seeds, metadata=metadata)
 
     async def _call(self, method: Any, *args: Any, timeout_s: float = CALL_S) -> Any:
-        return await call(method, *args, timeout_s=timeout_s)
+        if self._closed:
+            raise ServiceClosedError("this client was closed")
+        return await launch.call(method, *args, timeout_s=timeout_s)
 
 
 class Rollout:
@@ -229,7 +237,7 @@ class Rollout:
         """As `AsyncRollout.close`."""
         if self._loop.is_closed():
             return
-        self._run(self.aio.close())
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -242,8 +250,22 @@ class Rollout:
     ) -> None:
         self.close()
 
+    async def _end(self) -> None:
+        """Close, and end the calls that other threads wait in."""
+        await self.aio.close()
+        waiting = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        if self._loop.is_closed():
+            work.close()
+            raise ServiceClosedError("this client was closed")
+        try:
+            return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        except CancelledError:
+            raise ServiceClosedError("this client was closed while the call waited") from None
 
 
 def start(config: Config | Mapping[str, Any] | Path | str) -> Rollout:
@@ -253,8 +275,12 @@ def start(config: Config | Mapping[str, Any] | Path | str) -> Rollout:
     with this process. Raises `ConfigError` for what cannot work and `DeadlineError` if it is not up in time.
     """
     resolved = config if isinstance(config, Config) else load_config(config)
-    service = launch(resolved)
-    return _client(service.controller, key_prefix="", service=service)
+    service = launch.launch(resolved)
+    try:
+        return Rollout(AsyncRollout(service.controller, service.description, key_prefix="", on_close=service.close))
+    except BaseException:
+        service.close()
+        raise
 
 
 def connect(name: str = "rollout", address: str | None = None) -> Rollout:
@@ -262,14 +288,8 @@ def connect(name: str = "rollout", address: str | None = None) -> Rollout:
 
     Raises `ServiceNotFoundError`.
     """
-    connect_ray(address)
-    return _client(find(name), key_prefix=f"{uuid.uuid4().hex[:8]}-", service=None)
-
-
-def _client(controller: Any, *, key_prefix: str, service: Service | None) -> Rollout:
-    description: ServiceDescription = asyncio.run(call(controller.describe, timeout_s=CALL_S))
-    on_close = service.close if service is not None else None
-    return Rollout(AsyncRollout(controller, description, key_prefix=key_prefix, on_close=on_close))
+    controller, description = launch.connect(name, address)
+    return Rollout(AsyncRollout(controller, description, key_prefix=f"{uuid.uuid4().hex[:8]}-", on_close=None))
 
 
 def _several(prompts: Any) -> list[Prompt]:

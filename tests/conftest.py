@@ -62,6 +62,7 @@ def ray_cluster() -> Iterator[None]:
     import ray
 
     ray.init(
+        address="local",
         num_cpus=4,
         object_store_memory=512 << 20,
         include_dashboard=False,

@@ -8,13 +8,15 @@ core hears of that.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import ray
 from ray.exceptions import ActorDiedError, RayError
 
 from rollout.cluster.description import ServiceDescription, WorkerDescription
+from rollout.cluster.pool import start_pool
 from rollout.control.controller import Controller
 from rollout.control.messages import (
     AbortRequested,
@@ -32,7 +34,7 @@ from rollout.control.messages import (
     WorkerReport,
     WorkerUp,
 )
-from rollout.control.records import Submission
+from rollout.control.records import Record, Submission
 from rollout.metrics import ServiceStats
 from rollout.types import (
     AbortReport,
@@ -82,7 +84,8 @@ class ControllerActor:
     async def begin(self) -> None:
         """Start watching the workers."""
         for described in self._described:
-            self._spawn(self._watch(self._workers[described.worker], described))
+            worker = described.worker
+            self._spawn(self._watch(self._workers[worker], described), partial(self._give_up, worker))
 
     async def describe(self) -> ServiceDescription:
         return self._description
@@ -105,15 +108,19 @@ class ControllerActor:
         known, unknown = self._core.resolve(ids)
         finished = {record.trajectory_id for record in known if record.over}
         asked = [record for record in known if record.trajectory_id not in finished]
-        self._handle(
-            AbortRequested(trajectory_ids=tuple(record.trajectory_id for record in asked), keep=keep, then=then)
-        )
-        await self._until(lambda: all(record.intent is None or record.over for record in asked), timeout_s)
+        epochs = {record.trajectory_id: record.epoch for record in asked}
+
+        def stopped(record: Record) -> bool:
+            """Done with by this abort; one that was queued again may be in its next suspension already."""
+            return record.over or record.intent is None or record.epoch != epochs[record.trajectory_id]
+
+        self._handle(AbortRequested(trajectory_ids=tuple(epochs), keep=keep, then=then))
+        await self._until(lambda: all(stopped(record) for record in asked), timeout_s)
         found, unreached = [], []
         for record in asked:
             if record.over and record.finish_reason is not FinishReason.ABORT:
                 finished.add(record.trajectory_id)
-            elif record.intent is None:
+            elif stopped(record):
                 found.append(record)
             else:
                 unreached.append(record.trajectory_id)
@@ -144,13 +151,6 @@ class ControllerActor:
             pools=tuple(stats for stats in pools if stats is not None),
         )
 
-    async def close(self) -> None:
-        """End workers and pools. The service is gone; nothing it held can be asked for any more."""
-        for task in self._tasks:
-            task.cancel()
-        for actor in [*self._workers.values(), *self._pools.values()]:
-            ray.kill(actor)
-
     # Events and commands ------------------------------------------------------------------------------
 
     def _handle(self, event: Event) -> None:
@@ -171,21 +171,28 @@ class ControllerActor:
                 case Retain():
                     self._pools[command.node].retain.remote(command.trajectory_id, command.segments)
                 case Export():
-                    self._spawn(self._export(command))
+                    self._spawn(self._export(command), partial(self._export_failed, command))
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def _export(self, order: Export) -> None:
+        """Have a pool store an image. What it says after the deadline still reaches the core, which lets go of it."""
         worker, incarnation = self._address(order.worker)
-        event: Event
+        answer = asyncio.ensure_future(self._pools[order.node].export.remote(worker, incarnation, order))
+        timeout_s = self._config.pool.export_timeout_s + CALL_S
+        done, _ = await asyncio.wait([answer], timeout=timeout_s)
+        if not done:
+            self._export_failed(order, f"the pool did not answer within {timeout_s:g} s")
         try:
-            async with asyncio.timeout(self._config.pool.export_timeout_s + CALL_S):
-                image, sent = await self._pools[order.node].export.remote(worker, incarnation, order)
-            event = Exported(trajectory_id=order.trajectory_id, epoch=order.epoch, image=image, sent_bytes=sent)
-        except (RayError, TimeoutError) as error:
-            logger.warning("%s: its KV was not stored: %s", order.trajectory_id, _one_line(error))
-            event = ExportFailed(trajectory_id=order.trajectory_id, epoch=order.epoch, error=_one_line(error))
-        self._handle(event)
+            image, sent = await answer
+        except RayError as error:
+            self._export_failed(order, _one_line(error))
+            return
+        self._handle(Exported(trajectory_id=order.trajectory_id, epoch=order.epoch, image=image, sent_bytes=sent))
+
+    def _export_failed(self, order: Export, error: str) -> None:
+        logger.warning("%s: its KV was not stored: %s", order.trajectory_id, error)
+        self._handle(ExportFailed(trajectory_id=order.trajectory_id, epoch=order.epoch, error=error))
 
     def _address(self, worker: WorkerId) -> tuple[Any, str]:
         return self._workers[worker], self._incarnations[worker]
@@ -198,6 +205,9 @@ class ControllerActor:
         current: WorkerDescription | None = described
         while current is not None:
             self._incarnations[current.worker] = current.incarnation
+            if current.node not in self._pools:
+                self._pools[current.node] = start_pool(self._config, current)
+            worker.warm.remote()
             self._handle(
                 WorkerUp(
                     worker=current.worker,
@@ -237,17 +247,25 @@ class ControllerActor:
                 while True:
                     try:
                         described: WorkerDescription = await worker.describe.remote()
-                        return described
+                        if described.incarnation != lost.incarnation:
+                            return described
+                        ray.kill(worker, no_restart=False)  # alive, but commands to it may have been lost
                     except ActorDiedError as died:
                         error = died
                         break
                     except RayError as unavailable:
                         error = unavailable
-                        await asyncio.sleep(RETRY_S)
+                    await asyncio.sleep(RETRY_S)
         except TimeoutError:
             ray.kill(worker)
         self._down(lost, _one_line(error), final=True)
         return None
+
+    def _give_up(self, worker: WorkerId, error: str) -> None:
+        """Nobody watches a worker any more."""
+        ray.kill(self._workers[worker])
+        incarnation = self._incarnations[worker]
+        self._handle(WorkerDown(worker=worker, incarnation=incarnation, error=error, final=True))
 
     def _down(self, described: WorkerDescription, error: str, *, final: bool) -> None:
         self._handle(WorkerDown(worker=described.worker, incarnation=described.incarnation, error=error, final=final))
@@ -270,16 +288,18 @@ class ControllerActor:
         except (RayError, TimeoutError):
             return None
 
-    def _spawn(self, work: Any) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None], failed: Callable[[str], None]) -> None:
+        """Run `work` in the background; `failed` hears of a fault of ours, so that what waits for it ends."""
+
+        def ended(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            if not task.cancelled() and (error := task.exception()) is not None:
+                logger.error("a background task of the controller failed", exc_info=error)
+                failed(_one_line(error))
+
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        """The supervisor: a background task that fails has met a fault of ours; it is logged with its trace."""
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            logger.error("a background task of the controller failed", exc_info=task.exception())
+        task.add_done_callback(ended)
 
 
 def _one_line(error: BaseException) -> str:

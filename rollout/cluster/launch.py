@@ -8,14 +8,15 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorAlreadyExistsError, GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rollout.cluster.controller import ControllerActor
 from rollout.cluster.description import (
@@ -23,9 +24,8 @@ from rollout.cluster.description import (
     ServiceDescription,
     WorkerDescription,
     controller_name,
-    pool_name,
 )
-from rollout.cluster.pool import Pool
+from rollout.cluster.pool import start_pool
 from rollout.cluster.worker import GROUPS, Worker
 from rollout.config import Config
 from rollout.errors import (
@@ -35,13 +35,16 @@ from rollout.errors import (
     RolloutError,
     ServiceClosedError,
     ServiceNotFoundError,
+    WorkerLostError,
 )
 from rollout.model.spec import read_spec
 from rollout.text import read_tokenizer_files
-from rollout.types import NodeId, WorkerId
+from rollout.types import WorkerId
 
 PLACEMENT_S = 20.0
 """Seconds for CPUs or GPUs that the cluster has, but others use, to become free."""
+DESCRIBE_S = 30.0
+"""Seconds for a running service to say what it is."""
 STORE_SLACK_BYTES = 64 << 20
 STORE_SHARE = 0.75
 """Of the object store, what may be used: Ray spills above 0.8."""
@@ -52,24 +55,38 @@ class Service:
     """A started service, as its driver holds it."""
 
     controller: Any
+    description: ServiceDescription
+    actors: tuple[Any, ...]
+    """All of it, the controller first, so that it does not see the others end."""
     placement: PlacementGroup
     started_ray: bool
     """This process joined Ray for the service, and leaves it again."""
 
     def close(self) -> None:
         """End every actor, and leave Ray if it was joined for this."""
-        try:
-            ray.get(self.controller.close.remote(), timeout=10.0)
-        except RayError:
-            logging.getLogger(__name__).warning("the controller did not answer; its actors end with the driver")
-        ray.kill(self.controller)
-        remove_placement_group(self.placement)
-        if self.started_ray:
-            ray.shutdown()
+        _end(self.actors, self.placement, self.started_ray)
 
 
-def connect_ray(address: str | None) -> bool:
-    """Join the cluster at `address`, or the one the environment names, or start a local one; True if started."""
+def connect(service: str, address: str | None) -> tuple[Any, ServiceDescription]:
+    """Controller and description of a running service; joins the cluster at `address`, or the one running here.
+
+    Raises `ServiceNotFoundError`, `ServiceClosedError` if it ends meanwhile.
+    """
+    try:
+        _join_ray(address or "auto")
+    except ConnectionError:
+        raise ServiceNotFoundError(f"no Ray cluster runs at {address or 'this machine'}") from None
+    controller = _find(service)
+    try:
+        return controller, ray.get(controller.describe.remote(), timeout=DESCRIBE_S)
+    except GetTimeoutError:
+        raise DeadlineError(f"the service {service!r} did not answer within {DESCRIBE_S:g} s") from None
+    except RayActorError:
+        raise ServiceClosedError(f"the service {service!r} was closed, or its controller died") from None
+
+
+def _join_ray(address: str | None) -> bool:
+    """Join the cluster at `address`, or the one the environment names, or start a local one; False if joined before."""
     if ray.is_initialized():
         return False
     ray.init(
@@ -82,11 +99,7 @@ def connect_ray(address: str | None) -> bool:
     return True
 
 
-def find(service: str) -> Any:
-    """The controller of a running service.
-
-    Raises `ServiceNotFoundError`.
-    """
+def _find(service: str) -> Any:
     try:
         return ray.get_actor(controller_name(service), namespace=NAMESPACE)
     except ValueError:
@@ -100,18 +113,17 @@ def launch(config: Config) -> Service:
     """
     spec = read_spec(config.model.path)
     tokenizer = read_tokenizer_files(config.model.path)
-    started_ray = connect_ray(config.cluster.address)
+    started_ray = _join_ray(config.cluster.address)
     placement: PlacementGroup | None = None
-    actors: list[Any] = []
+    actors: deque[Any] = deque()
     try:
         _check_name(config.cluster.name)
         placement = _place(config)
         workers = _start_workers(config, placement)
         actors += workers.values()
         described = _loaded(workers, config.cluster.start_timeout_s)
-        nodes = sorted({worker.node for worker in described})
-        _check_store(config, nodes, described[0])
-        pools = {node: _start_pool(config, node, described[0]) for node in nodes}
+        _check_store(config, described)
+        pools = {worker.node: start_pool(config, worker) for worker in {each.node: each for each in described}.values()}
         actors += pools.values()
         description = ServiceDescription(
             config=config,
@@ -125,27 +137,41 @@ def launch(config: Config) -> Service:
             .options(name=controller_name(config.cluster.name), namespace=NAMESPACE, num_cpus=0)
             .remote(description, workers, described, pools)
         )
-        actors.append(controller)
+        actors.appendleft(controller)
         _wait([controller.begin.remote()], config.cluster.start_timeout_s, "the controller")
-        for worker in workers.values():
-            worker.warm.remote()
-    except BaseException:
-        for actor in actors:
-            ray.kill(actor)
-        if placement is not None:
-            remove_placement_group(placement)
-        if started_ray:
-            ray.shutdown()
+    except BaseException as error:
+        _end(actors, placement, started_ray)
+        if isinstance(error, ActorAlreadyExistsError):
+            raise _taken(config.cluster.name) from None
         raise
-    return Service(controller=controller, placement=placement, started_ray=started_ray)
+    return Service(
+        controller=controller,
+        description=description,
+        actors=tuple(actors),
+        placement=placement,
+        started_ray=started_ray,
+    )
+
+
+def _end(actors: Iterable[Any], placement: PlacementGroup | None, started_ray: bool) -> None:
+    for actor in actors:
+        ray.kill(actor)
+    if placement is not None:
+        remove_placement_group(placement)
+    if started_ray:
+        ray.shutdown()
 
 
 def _check_name(service: str) -> None:
     try:
-        find(service)
+        _find(service)
     except ServiceNotFoundError:
         return
-    raise ConfigError(f"cluster.name: a service named {service!r} runs in this Ray cluster already")
+    raise _taken(service)
+
+
+def _taken(service: str) -> ConfigError:
+    return ConfigError(f"cluster.name: a service named {service!r} runs in this Ray cluster already")
 
 
 def _place(config: Config) -> PlacementGroup:
@@ -163,18 +189,16 @@ def _place(config: Config) -> PlacementGroup:
                 f"the Ray cluster has {there:g}"
             )
     placement = placement_group([dict(per_worker) for _ in range(cluster.workers)], strategy="PACK")
-    try:
-        ray.get(placement.ready(), timeout=PLACEMENT_S)
-    except GetTimeoutError:
-        remove_placement_group(placement)
-        free = ray.available_resources()
-        wanted = ", ".join(f"{each * cluster.workers:g} {kind}" for kind, each in per_worker.items())
-        there = ", ".join(f"{free.get(kind, 0.0):g} of {total.get(kind, 0.0):g} {kind}" for kind in per_worker)
-        raise ClusterTooSmallError(
-            f"cluster.workers: {cluster.workers} workers need {wanted}; {there} are free, "
-            f"and no nodes could hold them within {PLACEMENT_S:g} s"
-        ) from None
-    return placement
+    if placement.wait(PLACEMENT_S):
+        return placement
+    remove_placement_group(placement)
+    free = ray.available_resources()
+    wanted = ", ".join(f"{each * cluster.workers:g} {kind}" for kind, each in per_worker.items())
+    there = ", ".join(f"{free.get(kind, 0.0):g} of {total.get(kind, 0.0):g} {kind}" for kind in per_worker)
+    raise ClusterTooSmallError(
+        f"cluster.workers: {cluster.workers} workers need {wanted}; {there} are free, "
+        f"and no nodes could hold them within {PLACEMENT_S:g} s"
+    )
 
 
 def _start_workers(config: Config, placement: PlacementGroup) -> dict[WorkerId, Any]:
@@ -201,30 +225,24 @@ def _loaded(workers: dict[WorkerId, Any], timeout_s: float) -> list[WorkerDescri
     return described
 
 
-def _start_pool(config: Config, node: NodeId, worker: WorkerDescription) -> Any:
-    return (
-        ray.remote(Pool)
-        .options(
-            name=pool_name(config.cluster.name, node),
-            namespace=NAMESPACE,
-            num_cpus=0,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
-        )
-        .remote(node, config.pool, worker.page_tokens, worker.token_bytes, worker.fingerprint)
-    )
+def _check_store(config: Config, described: Sequence[WorkerDescription]) -> None:
+    """Ray never says that its store is full, it spills: so what may be in it must fit, by arithmetic.
 
-
-def _check_store(config: Config, nodes: Sequence[NodeId], worker: WorkerDescription) -> None:
-    """Ray never says that its store is full, it spills: so what may be in it must fit, by arithmetic."""
-    copies = worker.max_context * worker.token_bytes if len(nodes) > 1 else 0
-    need = int(config.pool.budget_bytes) + int(config.pool.reserve_bytes) + copies + STORE_SLACK_BYTES
+    Beside the pool that is what the driver reserves, what each worker of a node touches to warm up, and, where
+    images come from other nodes, the copy that each of them reads.
+    """
+    workers = Counter(worker.node for worker in described)
+    image_bytes = described[0].max_context * described[0].token_bytes if len(workers) > 1 else 0
+    budget = int(config.pool.budget_bytes)
     for node in ray.nodes():
-        store = node["Resources"].get("object_store_memory", 0.0)
-        if node["NodeID"] in nodes and need > STORE_SHARE * store:
-            most = int(STORE_SHARE * store) - need + int(config.pool.budget_bytes)
+        store = int(node["Resources"].get("object_store_memory", 0.0))
+        each = int(config.pool.warm_bytes) + image_bytes
+        rest = int(config.pool.reserve_bytes) + workers[node["NodeID"]] * each + STORE_SLACK_BYTES
+        most = max(0, int(STORE_SHARE * store) - rest)
+        if node["NodeID"] in workers and budget > most:
             raise ConfigError(
-                f"pool.budget_bytes: got {int(config.pool.budget_bytes)}, allowed: at most {max(0, most)} "
-                f"with the object store of {int(store)} bytes on node {node['NodeID'][:8]}"
+                f"pool.budget_bytes: got {budget}, allowed: at most {most} "
+                f"with the object store of {store} bytes on node {node['NodeID'][:8]}"
             )
 
 
@@ -234,6 +252,8 @@ def _wait(refs: list[Any], timeout_s: float, what: str) -> Any:
         return ray.get(refs, timeout=timeout_s)
     except GetTimeoutError:
         raise DeadlineError(f"{what} were not up within {time.monotonic() - start:.0f} s") from None
+    except RayActorError as error:
+        raise WorkerLostError(f"{what}: a process died while it was started: {_first_line(error)}") from None
     except RayError as error:
         raise _typed(error) from None
 
@@ -253,6 +273,10 @@ async def call(method: Any, *args: Any, timeout_s: float) -> Any:
         raise ServiceClosedError("the service was closed, or its controller died") from None
     except RayTaskError as error:
         raise _typed(error) from None
+
+
+def _first_line(error: RayError) -> str:
+    return str(error).strip().splitlines()[0]
 
 
 def _typed(error: RayError) -> Exception:

@@ -8,14 +8,18 @@ being stored, so that a group's prompt is sent once.
 import asyncio
 import contextlib
 import time
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
 
+import ray
 from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rollout.config import PoolConfig
+from rollout.cluster.description import NAMESPACE, WorkerDescription, pool_name
+from rollout.config import Config, PoolConfig
 from rollout.control.messages import Export
 from rollout.errors import KVError, SegmentDamagedError
 from rollout.kv.image import Manifest
@@ -54,7 +58,9 @@ class Pool:
         self._token_bytes = token_bytes
         self._fingerprint = fingerprint
         self._object_pages = max(1, int(config.max_object_bytes) // (page_tokens * token_bytes))
-        self._ledger = PoolLedger(int(config.budget_bytes))
+        self._name = uuid.uuid4().hex[:8]
+        """Of this process: the names that it gives are never given again after a restart."""
+        self._ledger = PoolLedger(int(config.budget_bytes), first_lease=time.time_ns())
         self._segments: dict[SegmentId, tuple[Manifest, Any]] = {}
         """Manifest and reference of every live or still read segment."""
         self._prompt_locks: WeakValueDictionary[PageKey, asyncio.Lock] = WeakValueDictionary()
@@ -70,6 +76,7 @@ class Pool:
         Raises `PoolFullError`, `SegmentMissingError` (the worker has it no more), `TimeoutError`, or Ray's
         error if the worker is lost; the pool then holds for the trajectory what it held before.
         """
+        self._expire()
         held = self._ledger.held_by(order.trajectory_id)
         job = _Job(worker=worker, incarnation=incarnation, order=order, runs=self._usable(order.base))
         try:
@@ -96,16 +103,15 @@ class Pool:
 
         Raises `SegmentMissingError` if one is not stored.
         """
-        now = time.monotonic()
-        self._let_go(self._ledger.expire(now))
-        lease = self._ledger.lease(segments, now + ttl_s)
+        self._expire()
+        lease = self._ledger.lease(segments, time.monotonic() + ttl_s)
         return lease, [self._segments[segment] for segment in segments]
 
     async def close_lease(self, lease: int) -> None:
         self._let_go(self._ledger.close_lease(lease))
 
     async def stats(self) -> PoolStats:
-        self._let_go(self._ledger.expire(time.monotonic()))
+        self._expire()
         return PoolStats(
             node=self._node,
             budget=self._ledger.budget,
@@ -171,7 +177,7 @@ class Pool:
                 self._ledger.refund(nbytes)
                 raise
             self._named += 1
-            segment = SegmentId(f"{self._node[:8]}-{self._named}")
+            segment = SegmentId(f"{self._name}-{self._named}")
             self._segments[segment] = (manifest, data_ref)
             names = [PageKey(page) for page in order.page_keys[first:stop]]
             self._ledger.commit(segment, nbytes, names, order.trajectory_id)
@@ -184,9 +190,28 @@ class Pool:
             await manifest_ref
         self._ledger.refund(nbytes)
 
+    def _expire(self) -> None:
+        """Credit what readers that died, or took too long, had open."""
+        self._let_go(self._ledger.expire(time.monotonic()))
+
     def _let_go(self, segments: Sequence[SegmentId]) -> None:
         for segment in segments:
             del self._segments[segment]
+
+
+def start_pool(config: Config, worker: WorkerDescription) -> Any:
+    """The pool actor of the node on which `worker` is. After a restart it is empty: what it held is recomputed."""
+    return (
+        ray.remote(Pool)
+        .options(
+            name=pool_name(config.cluster.name, worker.node),
+            namespace=NAMESPACE,
+            num_cpus=0,
+            max_restarts=-1,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(worker.node, soft=False),
+        )
+        .remote(worker.node, config.pool, worker.page_tokens, worker.token_bytes, worker.fingerprint)
+    )
 
 
 def _as_runs(node: NodeId, places: Sequence[Place]) -> list[SegmentRun]:

@@ -35,7 +35,7 @@ class Place:
 class PoolLedger:
     """Every answer names the segments whose objects the caller must let go of now."""
 
-    def __init__(self, budget: int) -> None:
+    def __init__(self, budget: int, *, first_lease: int = 1) -> None:
         self.budget = budget
         self.reserved = 0
         self.stored = 0
@@ -48,7 +48,7 @@ class PoolLedger:
         """Every live segment that has a page, and where in it; what was stored first stands first."""
         self._held: dict[TrajectoryId, set[SegmentId]] = {}
         self._leases: dict[int, tuple[float, tuple[SegmentId, ...]]] = {}
-        self._lease_ids = itertools.count(1)
+        self._lease_ids = itertools.count(first_lease)
 
     @property
     def segments(self) -> int:

@@ -1,6 +1,5 @@
 """Trajectories through real actors: suspended to the pool, resumed on the other worker, equal to undisturbed ones."""
 
-
 from rollout.client import Rollout
 from tests.cluster.scene import (
     IDS,
