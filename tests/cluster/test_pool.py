@@ -1,0 +1,320 @@
+"""The pool with workers that answer when the test says so: what is sent, what is charged, what a failure leaves."""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Generator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError
+
+from rollout.cluster.pool import Pool
+from rollout.config import PoolConfig
+from rollout.control.messages import Export
+from rollout.errors import PoolFullError, SegmentDamagedError, SegmentMissingError
+from rollout.kv.image import Manifest
+from rollout.kv.keys import Fingerprint
+from rollout.types import Image, NodeId, SegmentId, SegmentRun, TrajectoryId, WorkerId
+
+PAGE_TOKENS = 4
+TOKEN_BYTES = 10
+HERE, THERE = NodeId("here"), NodeId("there")
+FINGERPRINT = Fingerprint("fingerprint")
+Sent = tuple[TrajectoryId, int, int]
+"""Whose pages, from which one to which one."""
+
+
+class FakeRef:
+    """A reference that can be awaited several times; a waiter that is cancelled does not end the task."""
+
+    def __init__(self, work: Coroutine[Any, Any, Manifest]) -> None:
+        self._task = asyncio.ensure_future(work)
+
+    def __await__(self) -> Generator[Any, None, Manifest]:
+        return asyncio.shield(self._task).__await__()
+
+
+class FakeWorker:
+    """Its export task is complete when the test lets it go on; `sent` is what it was asked for."""
+
+    def __init__(self, fails: Exception | None = None, fingerprint: Fingerprint = FINGERPRINT) -> None:
+        self.tokens: dict[TrajectoryId, int] = {}
+        self.sent: list[Sent] = []
+        self.running = 0
+        self.go_on = asyncio.Event()
+        self.go_on.set()
+        self.fails = fails
+        self.fingerprint = fingerprint
+
+    @property
+    def export(self) -> Any:
+        return self
+
+    def remote(self, incarnation: str, key: tuple[TrajectoryId, int], first: int, stop: int) -> Any:
+        self.sent.append((key[0], first, stop))
+        return FakeRef(self._manifest(key[0], first, stop)), object()
+
+    async def _manifest(self, trajectory: TrajectoryId, first: int, stop: int) -> Manifest:
+        self.running += 1
+        await self.go_on.wait()
+        self.running -= 1
+        if self.fails is not None:
+            raise self.fails
+        tokens = min(stop * PAGE_TOKENS, self.tokens[trajectory]) - first * PAGE_TOKENS
+        return Manifest(
+            fingerprint=self.fingerprint,
+            page_tokens=PAGE_TOKENS,
+            token_bytes=TOKEN_BYTES,
+            tokens=tokens,
+            checksums=(0,) * (stop - first),
+        )
+
+    def parked(self, name: str, prompt: str, output: str, epoch: int = 1, base: Image | None = None) -> Export:
+        """The order for a sequence, each token a letter; a page's name is its letters and all before it."""
+        tokens = prompt + output
+        self.tokens[TrajectoryId(name)] = len(tokens)
+        whole = len(tokens) // PAGE_TOKENS
+        return Export(
+            worker=WorkerId("worker"),
+            node=HERE,
+            trajectory_id=TrajectoryId(name),
+            epoch=epoch,
+            kv_tokens=len(tokens),
+            prompt_pages=len(prompt) // PAGE_TOKENS,
+            page_keys=tuple(tokens[: (page + 1) * PAGE_TOKENS].encode() for page in range(whole)),
+            base=base,
+        )
+
+
+def make_pool(budget: int = 10_000, **fields: Any) -> Pool:
+    config = PoolConfig.model_validate({"budget_bytes": budget, "export_timeout_s": 5.0} | fields)
+    return Pool(HERE, config, PAGE_TOKENS, TOKEN_BYTES, FINGERPRINT)
+
+
+def check(pool: Pool) -> None:
+    pool._ledger.audit()
+    assert set(pool._segments) == {*pool._ledger._live, *pool._ledger._dropped}
+
+
+def run(scene: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(asyncio.wait_for(scene(), 20.0))
+
+
+async def until(done: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10.0):
+        while not done():
+            await asyncio.sleep(0)
+
+
+def test_an_image_covers_every_token_prompt_and_tail_included() -> None:
+    async def scene() -> None:
+        pool, worker = make_pool(), FakeWorker()
+        order = worker.parked("ann", "pppppp", "ooooo")
+        image, sent = await pool.export(worker, "now", order)
+        assert worker.sent == [("ann", 0, 1), ("ann", 1, 3)]
+        assert (image.kv_tokens, image.pages, sent) == (11, 3, 110)
+        stats = await pool.stats()
+        assert (stats.stored, stats.reserved, stats.segments, stats.exports, stats.sent) == (110, 0, 2, 1, 110)
+        check(pool)
+
+    run(scene)
+
+
+def test_four_siblings_that_stop_together_send_their_prompt_once() -> None:
+    async def scene() -> None:
+        pool, worker = make_pool(), FakeWorker()
+        worker.go_on.clear()
+        orders = [worker.parked(f"g/{i}", "pppppppp", f"{i}{i}{i}") for i in range(4)]
+        exports = [asyncio.ensure_future(pool.export(worker, "now", order)) for order in orders]
+        await until(lambda: worker.running == 1)
+        assert worker.sent == [("g/0", 0, 2)]
+        worker.go_on.set()
+        images = [image for image, _ in await asyncio.gather(*exports)]
+        assert sorted(worker.sent) == [("g/0", 0, 2), *((f"g/{i}", 2, 3) for i in range(4))]
+        assert len({image.runs[0].segment for image in images}) == 1
+        stats = await pool.stats()
+        assert stats.sent == 80 + 4 * 30
+        assert stats.shared == 3 * 80
+        for order in orders:
+            check(pool)
+            await pool.retain(order.trajectory_id, frozenset())
+        assert (await pool.stats()).stored == 0
+        check(pool)
+
+    run(scene)
+
+
+def test_a_sibling_sends_the_prompt_when_the_first_one_fails_to() -> None:
+    async def scene() -> None:
+        pool, dying, worker = make_pool(), FakeWorker(fails=ActorDiedError()), FakeWorker()
+        dying.go_on.clear()
+        first = asyncio.ensure_future(pool.export(dying, "now", dying.parked("g/0", "pppp", "o")))
+        second = asyncio.ensure_future(pool.export(worker, "now", worker.parked("g/1", "pppp", "o")))
+        await until(lambda: dying.running == 1)
+        assert worker.sent == []
+        dying.go_on.set()
+        with pytest.raises(ActorDiedError):
+            await first
+        image, _ = await second
+        assert image.pages == 2
+        assert (await pool.stats()).stored == 50
+        check(pool)
+
+    run(scene)
+
+
+def test_a_second_suspension_sends_only_what_is_new() -> None:
+    async def scene() -> None:
+        pool, worker = make_pool(), FakeWorker()
+        base, _ = await pool.export(worker, "now", worker.parked("ann", "pppp", "ooo"))
+        image, sent = await pool.export(worker, "now", worker.parked("ann", "pppp", "oooooo", epoch=2, base=base))
+        assert worker.sent[2:] == [("ann", 1, 3)]
+        assert (image.pages, sent) == (3, 60)
+        await pool.retain(TrajectoryId("ann"), frozenset(run.segment for run in image.runs))
+        assert (await pool.stats()).stored == 40 + 60
+        check(pool)
+
+    run(scene)
+
+
+def test_pages_that_another_node_holds_are_not_sent_again() -> None:
+    async def scene() -> None:
+        pool, worker = make_pool(), FakeWorker()
+        base = Image(runs=(SegmentRun(node=THERE, segment=SegmentId("far"), first=3, pages=2),), kv_tokens=6)
+        image, _ = await pool.export(worker, "now", worker.parked("ann", "pppp", "ooooo", base=base))
+        assert worker.sent == [("ann", 1, 3)]
+        assert image.runs[0] == SegmentRun(node=THERE, segment=SegmentId("far"), first=3, pages=1)
+
+    run(scene)
+
+
+def test_a_base_whose_segment_is_gone_is_sent_again_from_there_on() -> None:
+    async def scene() -> None:
+        pool, worker = make_pool(), FakeWorker()
+        base, _ = await pool.export(worker, "now", worker.parked("ann", "pppp", "oooo"))
+        await pool.drop(base.runs[1].segment)
+        image, _ = await pool.export(worker, "now", worker.parked("ann", "pppp", "ooooo", epoch=2, base=base))
+        assert worker.sent[2:] == [("ann", 1, 3)]
+        assert image.runs[0] == base.runs[0]
+        assert image.pages == 3
+        check(pool)
+
+    run(scene)
+
+
+def test_long_runs_are_split_into_objects_of_bounded_size() -> None:
+    async def scene() -> None:
+        pool, worker = make_pool(max_object_bytes=2 * PAGE_TOKENS * TOKEN_BYTES), FakeWorker()
+        image, sent = await pool.export(worker, "now", worker.parked("ann", "p" * 20, "o" * 3))
+        assert worker.sent == [("ann", 0, 2), ("ann", 2, 4), ("ann", 4, 5), ("ann", 5, 6)]
+        assert [run.pages for run in image.runs] == [2, 2, 1, 1]
+        assert sent == 230
+        check(pool)
+
+    run(scene)
+
+
+def test_an_export_that_does_not_fit_is_refused_and_leaves_what_was_held() -> None:
+    async def scene() -> None:
+        pool, worker = make_pool(budget=100), FakeWorker()
+        base, _ = await pool.export(worker, "now", worker.parked("ann", "pppp", "ooo"))
+        for _ in range(3):
+            with pytest.raises(PoolFullError, match="80 bytes asked for, 30 of 100"):
+                await pool.export(worker, "now", worker.parked("ann", "pppp", "o" * 8, epoch=2, base=base))
+            assert pool._ledger.held_by(TrajectoryId("ann")) == {run.segment for run in base.runs}
+        stats = await pool.stats()
+        assert (stats.stored, stats.reserved, stats.refused, stats.exports) == (70, 0, 3, 1)
+        check(pool)
+
+    run(scene)
+
+
+def test_a_failure_half_way_lets_go_of_what_was_sent_for_it() -> None:
+    async def scene() -> None:
+        pool, worker = make_pool(budget=100), FakeWorker()
+        with pytest.raises(PoolFullError):
+            await pool.export(worker, "now", worker.parked("ann", "pppppppp", "o" * 8))
+        assert worker.sent == [("ann", 0, 2)]
+        stats = await pool.stats()
+        assert (stats.stored, stats.reserved, stats.segments) == (0, 0, 0)
+        check(pool)
+
+    run(scene)
+
+
+def test_a_late_export_stays_charged_until_it_can_write_no_more() -> None:
+    async def scene() -> None:
+        pool, worker = make_pool(export_timeout_s=0.05), FakeWorker()
+        worker.go_on.clear()
+        with pytest.raises(TimeoutError):
+            await pool.export(worker, "now", worker.parked("ann", "pppp", "ooo"))
+        stats = await pool.stats()
+        assert (stats.reserved, stats.stored, pool._ledger.held_by(TrajectoryId("ann"))) == (40, 0, frozenset())
+        worker.go_on.set()
+        await until(lambda: pool._ledger.reserved == 0)
+        check(pool)
+
+    run(scene)
+
+
+@pytest.mark.parametrize("fingerprint", [Fingerprint("another"), FINGERPRINT])
+def test_an_export_that_is_not_what_was_ordered_is_refused(fingerprint: Fingerprint) -> None:
+    async def scene() -> None:
+        pool, worker = make_pool(), FakeWorker(fingerprint=fingerprint)
+        order = worker.parked("ann", "pppp", "ooo")
+        if fingerprint == FINGERPRINT:
+            order = replace(order, kv_tokens=6)
+        with pytest.raises(SegmentDamagedError):
+            await pool.export(worker, "now", order)
+        assert (await pool.stats()).reserved == 0
+        check(pool)
+
+    run(scene)
+
+
+def test_a_reader_that_died_does_not_keep_the_budget() -> None:
+    async def scene() -> None:
+        pool, worker = make_pool(budget=70), FakeWorker()
+        image, _ = await pool.export(worker, "now", worker.parked("ann", "pppp", "ooo"))
+        await pool.lease([run.segment for run in image.runs], 0.01)
+        await pool.retain(TrajectoryId("ann"), frozenset())
+        with pytest.raises(PoolFullError):
+            await pool.export(worker, "now", worker.parked("bob", "qqqq", "ooo"))
+        await asyncio.sleep(0.02)
+        await pool.export(worker, "now", worker.parked("bob", "qqqq", "ooo"))
+        check(pool)
+
+    run(scene)
+
+
+def test_a_lease_covers_all_or_nothing_and_ends_once() -> None:
+    async def scene() -> None:
+        pool, worker = make_pool(), FakeWorker()
+        image, _ = await pool.export(worker, "now", worker.parked("ann", "pppp", "ooo"))
+        segments = [run.segment for run in image.runs]
+        with pytest.raises(SegmentMissingError):
+            await pool.lease([*segments, SegmentId("never")], 5.0)
+        lease, leased = await pool.lease(segments, 5.0)
+        assert [manifest.tokens for manifest, _ in leased] == [4, 3]
+        await pool.retain(TrajectoryId("ann"), frozenset())
+        assert ((await pool.stats()).still_read, len(pool._segments)) == (70, 2)
+        await pool.close_lease(lease)
+        await pool.close_lease(lease)
+        assert ((await pool.stats()).still_read, len(pool._segments)) == (0, 0)
+        check(pool)
+
+    run(scene)
+
+
+def test_names_are_never_given_twice_not_even_by_a_pool_that_was_restarted() -> None:
+    async def scene() -> None:
+        named: list[str] = []
+        for _ in range(2):
+            pool, worker = make_pool(), FakeWorker()
+            image, _ = await pool.export(worker, "now", worker.parked("ann", "pppp", "ooo"))
+            named += [run.segment for run in image.runs]
+            lease, _ = await pool.lease([run.segment for run in image.runs], 5.0)
+            named.append(str(lease))
+        assert len(set(named)) == 6
+
+    run(scene)
