@@ -29,7 +29,7 @@ class Progress:
         self._title = title
         self._total = total
         self._clock = clock
-        self._samples: deque[tuple[float, int]] = deque(maxlen=RATE_UPDATES)
+        self._samples: deque[tuple[float, int]] = deque([(clock(), 0)], maxlen=RATE_UPDATES)
         self._logged_at = float("-inf")
         self._bar = rich.progress.Progress(
             rich.progress.TextColumn("{task.description}"),
