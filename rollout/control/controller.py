@@ -10,7 +10,7 @@ what workers and pools hold is a cache of them. Invariants:
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from rollout.control.fleet import Fleet, Worker
 from rollout.control.messages import (
@@ -49,7 +49,6 @@ from rollout.types import (
     Phase,
     Resume,
     SegmentId,
-    SegmentRun,
     Then,
     TrajectoryId,
 )
@@ -227,6 +226,7 @@ class Controller:
         covered = record.image.kv_tokens if record.image is not None else 0
         if event.kv_tokens <= covered or intent.keep is Keep.NONE or intent.then is Then.FINISH:
             return [release, *self._settle(record, now)]
+        record.nodes.add(worker.node)
         return [
             Export(
                 worker=worker.worker_id,
@@ -243,11 +243,20 @@ class Controller:
     def _exported(self, event: Exported, now: float) -> list[Command]:
         record = self._suspending(event.trajectory_id, event.epoch)
         if record is None:
-            nobodys = self._groups.get(event.trajectory_id)
-            image = nobodys.image if nobodys is not None else None
-            return _retain(event.trajectory_id, event.image, image) if image != event.image else []
+            return self._exported_too_late(event)
         self._tally["exported_bytes"] += event.sent_bytes
         return [self._release(record), *self._set_image(record, event.image), *self._settle(record, now)]
+
+    def _exported_too_late(self, event: Exported) -> list[Command]:
+        """Nobody wants this image, or it was told before. A later export is told of with what that retains."""
+        record = self._groups.get(event.trajectory_id)
+        nodes = {run.node for run in event.image.runs}
+        if record is None:
+            return _retain(event.trajectory_id, nodes, None)
+        if record.image == event.image:
+            return []
+        record.nodes |= nodes
+        return self._set_image(record, record.image) if record.phase is not Phase.SUSPENDING else []
 
     def _export_failed(self, event: ExportFailed, now: float) -> list[Command]:
         record = self._suspending(event.trajectory_id, event.epoch)
@@ -379,8 +388,10 @@ class Controller:
         return self._end(record, FinishReason.ERROR, now)
 
     def _set_image(self, record: Record, image: Image | None) -> list[Command]:
-        previous, record.image = record.image, image
-        return _retain(record.trajectory_id, previous, image)
+        commands = _retain(record.trajectory_id, record.nodes, image)
+        record.image = image
+        record.nodes = {run.node for run in image.runs} if image is not None else set()
+        return commands
 
     def _release(self, record: Record) -> Release:
         return Release(worker=record.workers[-1], trajectory_id=record.trajectory_id, epoch=record.epoch)
@@ -392,18 +403,12 @@ class Controller:
         return record
 
 
-def _retain(trajectory_id: TrajectoryId, previous: Image | None, image: Image | None) -> list[Command]:
-    """Tell every pool that holds a part of either image what the trajectory needs from now on."""
-    needed: dict[NodeId, set[SegmentId]] = {}
-    for run in _runs(previous):
-        needed.setdefault(run.node, set())
-    for run in _runs(image):
+def _retain(trajectory_id: TrajectoryId, nodes: set[NodeId], image: Image | None) -> list[Command]:
+    """Tell the pools of `nodes`, and those that hold the image, what the trajectory needs from now on."""
+    needed: dict[NodeId, set[SegmentId]] = {node: set() for node in sorted(nodes)}
+    for run in image.runs if image is not None else ():
         needed.setdefault(run.node, set()).add(run.segment)
     return [
         Retain(node=node, trajectory_id=trajectory_id, segments=frozenset(segments))
         for node, segments in needed.items()
     ]
-
-
-def _runs(image: Image | None) -> Iterable[SegmentRun]:
-    return image.runs if image is not None else ()

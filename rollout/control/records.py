@@ -15,6 +15,7 @@ from rollout.types import (
     GroupId,
     Image,
     Keep,
+    NodeId,
     Phase,
     Resume,
     SamplingParams,
@@ -64,6 +65,8 @@ class Record:
     columns: Columns = field(default_factory=Columns)
     epoch: int = 0
     image: Image | None = None
+    nodes: set[NodeId] = field(default_factory=set)
+    """Whose pools may hold KV of it: those of the image and of exports since, whatever was told of these."""
     kv_tokens: int = 0
     """Positions that had KV on some worker, as far as known."""
     intent: Intent | None = None

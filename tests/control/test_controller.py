@@ -766,6 +766,27 @@ def test_an_answer_to_an_older_export_does_not_end_the_next_one() -> None:
     assert scene.handle(exported(image(8, "a", "c"), epoch=2)) == [release(epoch=2), retain("a", "c")]
 
 
+def test_what_was_exported_too_late_does_not_cost_the_next_export_what_it_stored() -> None:
+    """The pool may have stored the next image already: its answer says what to retain, on the first node too."""
+    scene = suspending()
+    scene.handle(resume())
+    scene.up(W1, "b", room=0)
+    assert starts(scene.handle(export_failed())) == [(W2, T, 2)]
+    scene.report(W2, admitted(epoch=2), sampled(epoch=2, offset=3))
+    scene.handle(abort())
+    assert only_export(scene.report(W2, parked(epoch=2, kv=8))).node == NODES[W2]
+    assert scene.handle(exported(image(7, "late"))) == []
+    commands = scene.handle(exported(image(8, "c", node="n2"), epoch=2))
+    assert commands == [release(W2, epoch=2), retain(), retain("c", node="n2")]
+
+
+def test_what_was_stored_though_its_export_was_said_to_fail_is_dropped_in_the_end() -> None:
+    """The answer of a pool may get lost."""
+    scene = suspending()
+    scene.handle(export_failed())
+    assert scene.handle(abort(then=Then.FINISH)) == [retain()]
+
+
 def test_what_was_exported_too_late_is_dropped_from_the_pool() -> None:
     scene = suspending()
     scene.handle(export_failed())

@@ -1,0 +1,522 @@
+"""Simulated workers and pools around a controller: they do what they are told, late, twice or not at all.
+
+Nothing here knows how the controller decides. Token i of a trajectory is a function of its name and i, so what a
+trajectory must hold in the end is known beforehand.
+"""
+
+import hashlib
+import itertools
+from collections import Counter, defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+from rollout.control.controller import Controller
+from rollout.control.messages import (
+    AbortRequested,
+    Admitted,
+    Assignment,
+    Command,
+    Event,
+    Export,
+    Exported,
+    ExportFailed,
+    Finished,
+    Freed,
+    Parked,
+    ParkReason,
+    Preempted,
+    Release,
+    RestoreFailed,
+    ResumeRequested,
+    Retain,
+    Sampled,
+    Start,
+    Stop,
+    WorkerDown,
+    WorkerEvent,
+    WorkerReport,
+    WorkerUp,
+)
+from rollout.control.records import Record, Submission
+from rollout.types import (
+    Columns,
+    FinishReason,
+    GroupId,
+    Image,
+    Keep,
+    NodeId,
+    SamplingParams,
+    SegmentId,
+    SegmentRun,
+    SequenceKey,
+    Then,
+    Trajectory,
+    TrajectoryId,
+    Version,
+    WorkerId,
+)
+
+PAGE = 4
+WORKERS = {WorkerId("w1"): NodeId("n1"), WorkerId("w2"): NodeId("n1"), WorkerId("w3"): NodeId("n2")}
+PATIENCE = 5000
+"""Rounds in which everything must be over once the faults have stopped."""
+
+
+def token(trajectory: TrajectoryId, index: int) -> int:
+    return hashlib.blake2b(f"{trajectory} {index}".encode(), digest_size=1).digest()[0]
+
+
+def stops(value: int) -> bool:
+    return value % 32 == 0
+
+
+def full_output(trajectory: TrajectoryId, budget: int) -> tuple[tuple[int, ...], FinishReason]:
+    """What a trajectory holds when it was left to run to its end."""
+    ids: list[int] = []
+    while len(ids) < budget:
+        ids.append(token(trajectory, len(ids)))
+        if stops(ids[-1]):
+            return tuple(ids), FinishReason.STOP
+    return tuple(ids), FinishReason.LENGTH
+
+
+class Task:
+    """An assignment on a worker."""
+
+    def __init__(self, assignment: Assignment) -> None:
+        self.assignment = assignment
+        self.known = len(assignment.output)
+        self.sampled = 0
+        self.kv = 0
+        self.image = assignment.image
+        self.admitted = False
+
+    @property
+    def key(self) -> SequenceKey:
+        return (self.assignment.trajectory_id, self.assignment.epoch)
+
+
+class FakeWorker:
+    """One process. It may be stepped with any luck; `None` is the best: nothing goes wrong and all progress."""
+
+    def __init__(self, incarnation: str) -> None:
+        self.incarnation = incarnation
+        self.inbox: deque[Start | Stop | Release] = deque()
+        self.outbox: list[WorkerEvent] = []
+        self.tasks: dict[SequenceKey, Task] = {}
+        self.parked: dict[SequenceKey, int] = {}
+        """KV tokens of each."""
+
+    def step(self, luck: Random | None, restorable: "set[SegmentId]") -> None:
+        while self.inbox and (luck is None or luck.random() < 0.8):
+            self._obey(self.inbox.popleft())
+        for task in list(self.tasks.values()):
+            if luck is None or luck.random() < 0.8:
+                self._advance(task, luck, restorable)
+
+    def _obey(self, command: Start | Stop | Release) -> None:
+        match command:
+            case Start(assignment=assignment):
+                task = Task(assignment)
+                assert task.key not in self.tasks
+                self.tasks[task.key] = task
+            case Stop(trajectory_id=t, epoch=epoch):
+                if (t, epoch) in self.tasks:
+                    self._park(self.tasks[t, epoch], ParkReason.ABORT)
+            case Release(trajectory_id=t, epoch=epoch):
+                if (kv := self.parked.pop((t, epoch), None)) is not None:
+                    pages = -(-kv // PAGE)
+                    self.outbox.append(Freed(trajectory_id=t, epoch=epoch, exclusive_pages=pages, freed_pages=pages))
+
+    def _advance(self, task: Task, luck: Random | None, restorable: set[SegmentId]) -> None:
+        t, epoch = task.key
+        prompt = len(task.assignment.prompt_ids)
+        if not task.admitted:
+            restored = task.image.kv_tokens if task.image is not None else 0
+            lost = task.image is not None and not {run.segment for run in task.image.runs} <= restorable
+            if task.image is not None and (lost or (luck is not None and luck.random() < 0.2)):
+                task.image = None
+                self.outbox.append(RestoreFailed(trajectory_id=t, epoch=epoch, error="damaged"))
+                return
+            task.admitted = True
+            task.kv = restored
+            again = max(0, task.assignment.kv_tokens - restored)
+            self.outbox.append(
+                Admitted(
+                    trajectory_id=t, epoch=epoch, cached_tokens=0, restored_tokens=restored, recomputed_tokens=again
+                )
+            )
+        elif luck is not None and luck.random() < 0.1:
+            task.admitted = False
+            task.kv = 0
+            self.outbox.append(Preempted(trajectory_id=t, epoch=epoch))
+        else:
+            value = token(t, task.known)
+            news = Columns([value], [-value / 256], [Version(epoch)])
+            self.outbox.append(Sampled(trajectory_id=t, epoch=epoch, offset=task.known, columns=news))
+            task.kv = prompt + task.known
+            task.known += 1
+            task.sampled += 1
+            budget = task.assignment.sampling.max_new_tokens
+            assert task.known <= budget
+            if stops(value) or task.known == budget:
+                reason = FinishReason.STOP if stops(value) else FinishReason.LENGTH
+                del self.tasks[task.key]
+                self.outbox.append(Finished(trajectory_id=t, epoch=epoch, reason=reason))
+            elif task.sampled == task.assignment.slice_tokens:
+                self._park(task, ParkReason.SLICE)
+
+    def _park(self, task: Task, reason: ParkReason) -> None:
+        del self.tasks[task.key]
+        self.parked[task.key] = task.kv
+        t, epoch = task.key
+        keys = tuple(f"{t} {i}".encode() for i in range(task.kv // PAGE))
+        prompt_pages = min(task.kv, len(task.assignment.prompt_ids)) // PAGE
+        self.outbox.append(
+            Parked(
+                trajectory_id=t,
+                epoch=epoch,
+                reason=reason,
+                kv_tokens=task.kv,
+                prompt_pages=prompt_pages,
+                page_keys=keys,
+            )
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class Site:
+    """A worker as the outside sees it: the process, if it lives, and news of it that are under way."""
+
+    process: FakeWorker | None = None
+    mail: deque[WorkerReport] = field(default_factory=deque)
+    notices: deque[WorkerUp | WorkerDown] = field(default_factory=deque)
+    believed: str | None = None
+    """The incarnation that commands are addressed to."""
+    gone: bool = False
+    """For good."""
+
+
+class World:
+    """The controller, and everything that it can only see by events."""
+
+    def __init__(self, *, slice_tokens: int | None, keep: Keep, prefer_other: bool, room: int) -> None:
+        self.controller = Controller(
+            workers=len(WORKERS), slice_tokens=slice_tokens, keep=keep, prefer_other=prefer_other
+        )
+        self.now = 0.0
+        self.room = room
+        self.sites = {worker: Site() for worker in WORKERS}
+        self.processes = itertools.count(1)
+        self.held: defaultdict[tuple[NodeId, TrajectoryId], set[SegmentId]] = defaultdict(set)
+        self.segments = itertools.count(1)
+        self.exports: list[tuple[Export, str | None]] = []
+        """Not yet tried, with the incarnation they are addressed to."""
+        self.answers: list[Exported | ExportFailed] = []
+        self.unanswered: set[SequenceKey] = set()
+        self.loose: set[TrajectoryId] = set()
+        """A pool may have stored something for them that the controller does not know of."""
+        self.released: set[SequenceKey] = set()
+        self.started: set[SequenceKey] = set()
+        self.delivered: list[Trajectory] = []
+        self.budgets: dict[TrajectoryId, int] = {}
+        self.ended_by_abort: set[TrajectoryId] = set()
+        """Asked to end before their time; they may have completed all the same."""
+        self.history: list[WorkerReport] = []
+
+    # What the driver does -----------------------------------------------------------------------------
+
+    def submit(self, *, n: int, budget: int) -> None:
+        group = GroupId(f"job-{len(self.budgets)}")
+        self.budgets |= {TrajectoryId(f"{group}/{i}"): budget for i in range(n)}
+        self.now += 1
+        submission = Submission(
+            group_id=group,
+            prompt_ids=tuple(range(PAGE + 1)),
+            sampling=SamplingParams(max_new_tokens=budget),
+            seeds=tuple(range(n)),
+        )
+        self.carry_out(self.controller.submit(submission, self.now))
+
+    def abort(self, ids: Sequence[TrajectoryId], keep: Keep, then: Then) -> None:
+        if then is Then.FINISH:
+            self.ended_by_abort |= set(ids)
+        self.handle(AbortRequested(trajectory_ids=tuple(ids), keep=keep, then=then))
+
+    def resume(self, ids: Sequence[TrajectoryId]) -> None:
+        self.handle(ResumeRequested(trajectory_ids=tuple(ids)))
+
+    def take(self, count: int) -> None:
+        for delivery in self.controller.take(count):
+            self.delivered += delivery.trajectories
+
+    @property
+    def records(self) -> list[Record]:
+        return self.controller.resolve(None)[0]
+
+    # What the controller has done -------------------------------------------------------------------
+
+    def handle(self, event: Event) -> list[Command]:
+        self.now += 1
+        commands = self.controller.handle(event, self.now)
+        self.carry_out(commands)
+        return commands
+
+    def carry_out(self, commands: Sequence[Command]) -> None:
+        for command in commands:
+            match command:
+                case Retain(node=node, trajectory_id=t, segments=segments):
+                    self.held[node, t] = set(segments) & self.stored
+                case Export(worker=worker):
+                    self.exports.append((command, self.sites[worker].believed))
+                    self.unanswered.add((command.trajectory_id, command.epoch))
+                case _:
+                    self._address(command)
+
+    def _address(self, command: Start | Stop | Release) -> None:
+        site = self.sites[command.worker]
+        match command:
+            case Start(assignment=assignment):
+                key = (assignment.trajectory_id, assignment.epoch)
+                assert key not in self.started
+                self.started.add(key)
+                assert site.believed is not None, "started on a worker that is down"
+                wanted = {run.segment for run in assignment.image.runs} if assignment.image is not None else set()
+                assert wanted <= self.stored, "an image was dropped that is needed"
+            case Release(trajectory_id=t, epoch=epoch):
+                assert (t, epoch) not in self.released, "released twice"
+                assert (t, epoch) not in self.unanswered, "released during its export"
+                self.released.add((t, epoch))
+        if site.process is not None and site.process.incarnation == site.believed:
+            site.process.inbox.append(command)
+
+    @property
+    def stored(self) -> set[SegmentId]:
+        return set().union(*self.held.values())
+
+    # What happens outside ---------------------------------------------------------------------------
+
+    def boot(self, worker: WorkerId) -> None:
+        """A process starts; the controller will hear of it."""
+        site = self.sites[worker]
+        site.process = FakeWorker(f"{worker} process {next(self.processes)}")
+        up = WorkerUp(worker=worker, node=WORKERS[worker], incarnation=site.process.incarnation, max_running=self.room)
+        site.notices.append(up)
+
+    def kill(self, worker: WorkerId, *, silent: bool, final: bool, last_words: bool) -> None:
+        """A process dies, with what it had not sent unless `last_words`; if `silent`, only its successor tells."""
+        site = self.sites[worker]
+        if site.process is None:
+            return
+        if last_words:
+            self.post(worker)
+        down = {"worker": worker, "incarnation": site.process.incarnation, "error": "killed"}
+        site.process = None
+        if final or not silent:
+            site.notices.append(WorkerDown(**down, final=False))  # type: ignore[arg-type]
+        if final:
+            site.notices.append(WorkerDown(**down, final=True))  # type: ignore[arg-type]
+            site.gone = True
+        else:
+            self.boot(worker)
+
+    def notice(self, worker: WorkerId, *, twice: bool = False) -> None:
+        """The controller hears that a worker is up or down."""
+        site = self.sites[worker]
+        if site.notices:
+            event = site.notices.popleft()
+            site.believed = event.incarnation if isinstance(event, WorkerUp) else None
+            self.handle(event)
+            if twice:
+                self.handle(event)
+
+    def live(self, luck: Random) -> None:
+        """Time passes: workers run and mostly tell, pools export and mostly answer."""
+        for worker in WORKERS:
+            self.step(worker, luck)
+            if luck.random() < 0.7:
+                self.post(worker)
+            if luck.random() < 0.7:
+                self.relay(worker, twice=luck.random() < 0.1)
+            if luck.random() < 0.3:
+                self.notice(worker, twice=luck.random() < 0.1)
+        if luck.random() < 0.7:
+            self.export(luck.randrange(99), fail=luck.random() < 0.2)
+        if luck.random() < 0.7:
+            self.answer(
+                luck.randrange(99), twice=luck.random() < 0.1, timed_out=luck.random() < 0.1, lost=luck.random() < 0.5
+            )
+
+    def step(self, worker: WorkerId, luck: Random | None) -> None:
+        process = self.sites[worker].process
+        if process is not None:
+            process.step(luck, self.stored)
+
+    def post(self, worker: WorkerId) -> None:
+        """A worker sends what happened; it is under way from now on."""
+        site = self.sites[worker]
+        if site.process is not None and site.process.outbox:
+            events, site.process.outbox = tuple(site.process.outbox), []
+            site.mail.append(WorkerReport(worker=worker, incarnation=site.process.incarnation, events=events))
+
+    def relay(self, worker: WorkerId, *, twice: bool = False) -> None:
+        """The next report of a worker arrives."""
+        site = self.sites[worker]
+        if site.mail:
+            report = site.mail.popleft()
+            self.handle(report)
+            self.history.append(report)
+            if twice:
+                self.handle(report)
+
+    def repeat(self, number: int) -> None:
+        """Events of epochs that are over arrive once more; nothing comes of it."""
+        report = self.history[number % len(self.history)]
+        records = {record.trajectory_id: record for record in self.records}
+        stale = []
+        for event in report.events:
+            record = records.get(event.trajectory_id)
+            over = record is None or not record.on_worker or record.epoch != event.epoch
+            if over and not isinstance(event, Freed):
+                stale.append(event)
+        before = {t: record.snapshot() for t, record in records.items()}
+        counters = self.controller.counters
+        commands = self.handle(WorkerReport(worker=report.worker, incarnation=report.incarnation, events=tuple(stale)))
+        assert commands == []
+        assert {record.trajectory_id: record.snapshot() for record in self.records} == before
+        assert self.controller.counters == counters
+
+    def export(self, number: int, *, fail: bool) -> None:
+        """A pool tries an export, and its answer is under way."""
+        if not self.exports:
+            return
+        order, incarnation = self.exports.pop(number % len(self.exports))
+        key = (order.trajectory_id, order.epoch)
+        process = self.sites[order.worker].process
+        if fail or process is None or process.incarnation != incarnation or key not in process.parked:
+            self.answers.append(ExportFailed(trajectory_id=key[0], epoch=key[1], error="lost"))
+            return
+        assert process.parked[key] == order.kv_tokens
+        usable = order.base.kv_tokens // PAGE if order.base is not None else 0
+        runs: list[SegmentRun] = []
+        for run in order.base.runs if order.base is not None else ():
+            assert run.segment in self.stored, "the base of an export was dropped"
+            pages = min(run.pages, usable - sum(kept.pages for kept in runs))
+            if pages:
+                runs.append(SegmentRun(node=run.node, segment=run.segment, first=run.first, pages=pages))
+        pages = -(-order.kv_tokens // PAGE) - sum(run.pages for run in runs)
+        segment = SegmentId(f"{order.node} {next(self.segments)}")
+        runs.append(SegmentRun(node=order.node, segment=segment, first=0, pages=pages))
+        self.held[order.node, key[0]].add(segment)
+        made = Image(runs=tuple(runs), kv_tokens=order.kv_tokens)
+        self.answers.append(Exported(trajectory_id=key[0], epoch=key[1], image=made, sent_bytes=pages))
+
+    def answer(self, number: int, *, twice: bool = False, timed_out: bool = False, lost: bool = False) -> None:
+        """The answer to an export arrives; `timed_out`: after the controller was told that it failed, or `lost`."""
+        if not self.answers:
+            return
+        answer = self.answers.pop(number % len(self.answers))
+        key = (answer.trajectory_id, answer.epoch)
+        self.unanswered.discard(key)
+        if timed_out:
+            self.loose.add(key[0])
+            self.handle(ExportFailed(trajectory_id=key[0], epoch=key[1], error="late"))
+            if not lost:
+                self.answers.append(answer)
+        else:
+            self.handle(answer)
+            if twice:
+                self.handle(answer)
+
+    # What must be true --------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """The invariants of the controller's docstring, and that no token is lost, made up or told twice."""
+        records = self.records
+        fleet = self.controller._fleet
+        assert [record.trajectory_id for record in fleet._queue] == [
+            record.trajectory_id
+            for record in sorted(records, key=lambda record: record.order)
+            if record.phase == "queued"
+        ]
+        running = {t: worker for worker in WORKERS if (seen := fleet.get(worker)) for t in seen.running}
+        assert running == {record.trajectory_id: record.worker for record in records if record.on_worker}
+        assert all(count <= self.room for count in Counter(running.values()).values())
+        over = [trajectory.trajectory_id for trajectory in self.delivered]
+        assert sorted([*over, *(record.trajectory_id for record in records)]) == sorted(self.budgets)
+        assert sum(self.controller.phases.values()) == len(records)
+        for record in records:
+            count = len(record.columns)
+            assert list(record.columns.ids) == [token(record.trajectory_id, i) for i in range(count)]
+            assert count <= self.budgets[record.trajectory_id]
+            assert record.phase != "queued" or any(not site.gone for site in self.sites.values()) or not self.settled
+        self._check_pools(records)
+
+    @property
+    def settled(self) -> bool:
+        """Whether the controller knows all that happened to the workers."""
+        return not any(site.notices for site in self.sites.values())
+
+    def _check_pools(self, records: list[Record]) -> None:
+        """The pools hold what live images need, and but for exports under way nothing else."""
+        under_way = {key[0] for key in self.unanswered} | self.loose
+        needed: defaultdict[tuple[NodeId, TrajectoryId], set[SegmentId]] = defaultdict(set)
+        for record in records:
+            for run in record.image.runs if record.image is not None else ():
+                needed[run.node, record.trajectory_id].add(run.segment)
+        for place in {*needed, *self.held}:
+            assert needed[place] <= self.held[place]
+            assert place[1] in under_way or needed[place] == self.held[place]
+
+    def finish(self) -> None:
+        """No more faults: whatever was submitted is delivered, once and whole, and nothing is left behind."""
+        for _ in range(PATIENCE):
+            if len(self.delivered) == len(self.budgets) and self._quiet():
+                break
+            self.resume([record.trajectory_id for record in self.records])
+            for worker in WORKERS:
+                self.notice(worker)
+                self.step(worker, None)
+                self.post(worker)
+                self.relay(worker)
+            self.export(0, fail=False)
+            self.answer(0)
+            self.take(99)
+            self.check()
+        assert sorted(trajectory.trajectory_id for trajectory in self.delivered) == sorted(self.budgets)
+        assert self._quiet()
+        assert not any(self.held.values())
+        for site in self.sites.values():
+            assert site.process is None or not (site.process.tasks or site.process.parked)
+        self._check_deliveries()
+
+    def _quiet(self) -> bool:
+        sites = self.sites.values()
+        processes = [site.process for site in sites if site.process is not None]
+        return not (
+            any(process.inbox or process.outbox for process in processes)
+            or any(site.mail or site.notices for site in sites)
+            or self.exports
+            or self.answers
+        )
+
+    def _check_deliveries(self) -> None:
+        for trajectory in self.delivered:
+            expected, reason = full_output(trajectory.trajectory_id, self.budgets[trajectory.trajectory_id])
+            assert trajectory.output_ids == expected[: len(trajectory.output_ids)]
+            assert trajectory.logprobs == tuple(-value / 256 for value in trajectory.output_ids)
+            if trajectory.finish_reason is FinishReason.ABORT:
+                assert trajectory.trajectory_id in self.ended_by_abort
+            elif trajectory.finish_reason is FinishReason.ERROR:
+                assert all(site.gone for site in self.sites.values())
+                assert str(trajectory.error).startswith("no worker is left")
+            else:
+                assert (trajectory.output_ids, trajectory.finish_reason) == (expected, reason)
+        counters = self.controller.counters
+        assert counters.trajectories == len(self.delivered)
+        assert counters.tokens == sum(len(trajectory.output_ids) for trajectory in self.delivered)
+        assert counters.suspensions == sum(trajectory.suspensions for trajectory in self.delivered)
+        again = sum(max(0, len(trajectory.workers) - 1) for trajectory in self.delivered)
+        assert counters.resumes + counters.restarts == again
+        assert len(self.started) == sum(len(trajectory.workers) for trajectory in self.delivered)
