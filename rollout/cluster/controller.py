@@ -26,6 +26,7 @@ from rollout.control.messages import (
     Exported,
     ExportFailed,
     Release,
+    RestoreFailed,
     ResumeRequested,
     Retain,
     Start,
@@ -236,6 +237,9 @@ class ControllerActor:
             if batch.incarnation != described.incarnation:
                 return "its process was restarted"
             acknowledged = batch.number
+            for event in batch.events:
+                if isinstance(event, RestoreFailed):
+                    logger.warning("%s: its KV is computed again: %s", event.trajectory_id, event.error)
             if batch.events:
                 self._handle(WorkerReport(worker=described.worker, incarnation=batch.incarnation, events=batch.events))
 

@@ -8,11 +8,12 @@ import contextlib
 import time
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
 from rollout.cluster.description import NAMESPACE, pool_name
-from rollout.errors import DeadlineError, KVError, SegmentMissingError
+from rollout.errors import DeadlineError, KVError, SegmentDamagedError, SegmentMissingError
 from rollout.kv.restore import Segment
 from rollout.types import NodeId, SegmentId, SegmentRun
 
@@ -52,11 +53,18 @@ class PoolReader:
             raise SegmentMissingError(f"segments {ids}: not all are in the pool of node {node}") from None
         except RayError as error:
             raise SegmentMissingError(f"segments {ids}: {type(error).__name__}") from error
+        for segment, pages in zip(ids, buffers, strict=True):
+            if not isinstance(pages, list) or not all(map(_is_buffer, pages)):
+                raise SegmentDamagedError(f"segment {segment} is not a list of page buffers")
         manifests = [manifest for manifest, _ in leased]
         return {
             segment: Segment(manifest=manifest, buffers=pages)
             for segment, manifest, pages in zip(ids, manifests, buffers, strict=True)
         }
+
+
+def _is_buffer(page: object) -> bool:
+    return isinstance(page, np.ndarray) and page.dtype == np.uint8 and page.ndim == 1 and page.flags.c_contiguous
 
 
 def _left(deadline: float) -> float:

@@ -14,7 +14,7 @@ import ray
 
 from rollout.client import Rollout
 from rollout.metrics import EngineStats, PoolStats
-from rollout.types import SamplingParams, Trajectory, TrajectoryId
+from rollout.types import Image, SamplingParams, Trajectory, TrajectoryId
 
 T = TypeVar("T")
 
@@ -45,7 +45,7 @@ def settings(model: Path, name: str, **sections: Mapping[str, Any]) -> dict[str,
             "max_context_tokens": 512,
         },
         "cluster": {"name": name, "workers": 2, "max_restarts": 100, "health_interval_s": 0.2, "unresponsive_s": 10},
-        "pool": {"budget_bytes": "64MiB", "warm_bytes": "8MiB", "restore_timeout_s": 10, "export_timeout_s": 10},
+        "pool": {"budget_bytes": "64MiB", "warm_bytes": "8MiB", "restore_timeout_s": 5, "export_timeout_s": 10},
         "resume": {"prefer": "other"},
     }
     return {name: base.get(name, {}) | dict(sections.get(name, {})) for name in base | sections}
@@ -136,6 +136,31 @@ def at_rest(service: Rollout, workers: int = 2) -> bool:
         and all(worker.exporting == 0 for worker in stats.workers)
         and set(kept) == {(0, 0, 0, 0)}
     )
+
+
+def images(service: Rollout) -> dict[TrajectoryId, Image]:
+    """Of the trajectories that have one."""
+    found: dict[TrajectoryId, Image] = inside(
+        controller(service),
+        lambda self: {record.trajectory_id: record.image for record in self._core._groups.records() if record.image},
+    )
+    return found
+
+
+def locations(service: Rollout) -> list[tuple[list[str], bool]]:
+    """Of every segment: the nodes whose shared memory has it, and whether Ray spilled it."""
+    refs = [
+        ref
+        for actor in pools(service)
+        for ref in inside(actor, lambda self: [ref for _, ref in self._segments.values()])
+    ]
+    found = ray.experimental.get_object_locations(refs) if refs else {}
+    return [(place["node_ids"], place["did_spill"]) for place in found.values()]
+
+
+def all_in_shared_memory(service: Rollout) -> bool:
+    found = locations(service)
+    return bool(found) and all(nodes and not spilled for nodes, spilled in found)
 
 
 def audit(service: Rollout) -> None:

@@ -5,6 +5,7 @@ from tests.cluster.scene import (
     IDS,
     PROMPT_TOKENS,
     Outputs,
+    all_in_shared_memory,
     at_rest,
     collect,
     engines,
@@ -24,6 +25,7 @@ def test_a_suspended_batch_continues_on_other_workers_without_prefilling_a_token
         sampled(service, 100)
         report = service.abort(keep="pool", then="hold")
         assert set(report.found) == set(IDS)
+        assert all_in_shared_memory(service)
         service.resume()
     trajectories = collect(service)
     after = service.stats().counters
