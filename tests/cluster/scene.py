@@ -4,9 +4,10 @@
 that go there are lambdas and closures, which travel by value, and import what they need.
 """
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,7 +25,8 @@ TOKEN_BYTES = 4 * 2 * 8 * 32 * 4
 PROMPT_TOKENS = 40
 KEYS = ("ann", "bob")
 SAMPLES = 2
-SAMPLING = SamplingParams(max_new_tokens=160, ignore_eos=True)
+SAMPLING = SamplingParams(max_new_tokens=160, ignore_eos=True, seed=11)
+"""Seeded, so that a prompt's outputs do not depend on its key."""
 PROMPTS = [
     [4 + (position * (7 + 4 * number)) % 300 for position in range(PROMPT_TOKENS)] for number in range(len(KEYS))
 ]
@@ -61,9 +63,9 @@ def eventually(look: Callable[[], T], *, within_s: float = 60.0) -> T:
     return seen
 
 
-def submit(service: Rollout, sampling: SamplingParams = SAMPLING) -> None:
+def submit(service: Rollout, keys: Sequence[str] = KEYS) -> None:
     """The batch: two groups of two."""
-    service.submit(PROMPTS, n=SAMPLES, sampling=sampling, key=KEYS)
+    service.submit(PROMPTS, n=SAMPLES, sampling=SAMPLING, key=keys)
 
 
 def collect(service: Rollout, groups: int = len(KEYS), *, within_s: float = 120.0) -> dict[TrajectoryId, Trajectory]:
@@ -86,6 +88,53 @@ def sampled(service: Rollout, more: int, *, within_s: float = 60.0) -> None:
     """Wait until the service has sampled so many tokens more than now."""
     start = service.stats().counters.tokens
     eventually(lambda: service.stats().counters.tokens >= start + more, within_s=within_s)
+
+
+def is_prefix(partial: Trajectory, of: Outputs) -> bool:
+    """Whether its tokens and log-probabilities so far are the first ones of its undisturbed run."""
+    ids, logprobs = of[partial.trajectory_id]
+    count = len(partial.output_ids)
+    return partial.output_ids == ids[:count] and partial.logprobs == logprobs[:count]
+
+
+def busy(service: Rollout) -> str:
+    """A worker that runs something."""
+    return next(worker.worker for worker in service.stats().workers if worker.engine.running)
+
+
+def hold(service: Rollout, worker: str, copy: str, flags: Path) -> tuple[Path, Path]:
+    """Make every `gather` or `scatter` of a worker wait for a file, the second one returned.
+
+    The first one is there once a copy has begun to wait.
+    """
+    begun, go_on = flags / f"{worker}-{copy}-begun", flags / f"{worker}-{copy}-go-on"
+
+    def install(self: Any) -> None:
+        import threading
+
+        original, pause = getattr(self._host._storage, copy), threading.Event()
+
+        def waiting(*args: Any) -> Any:
+            begun.touch()
+            while not go_on.exists():
+                pause.wait(0.01)
+            return original(*args)
+
+        setattr(self._host._storage, copy, waiting)
+
+    inside(workers(service)[worker], install)
+    return begun, go_on
+
+
+@contextlib.contextmanager
+def held_exports(service: Rollout, flags: Path) -> Iterator[Callable[[], bool]]:
+    """No export of any worker ends inside this; yields whether one has begun."""
+    held = [hold(service, worker, "gather", flags) for worker in pids(service)]
+    try:
+        yield lambda: any(begun.exists() for begun, _ in held)
+    finally:
+        for _, go_on in held:
+            go_on.touch()
 
 
 def inside(actor: Any, run: Callable[..., T], *args: Any, timeout_s: float = 30.0) -> T:

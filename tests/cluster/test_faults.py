@@ -16,10 +16,12 @@ from tests.cluster.scene import (
     IDS,
     Outputs,
     all_in_shared_memory,
+    busy,
     collect,
     controller,
     engines,
     eventually,
+    hold,
     images,
     inside,
     outputs,
@@ -32,11 +34,6 @@ from tests.cluster.scene import (
 )
 
 
-def busy(service: Rollout) -> str:
-    """A worker that runs something."""
-    return next(worker.worker for worker in service.stats().workers if worker.engine.running)
-
-
 def kill(service: Rollout, worker: str) -> int:
     """SIGKILL a worker; returns the pid it had."""
     pid = pids(service)[worker]
@@ -47,23 +44,6 @@ def kill(service: Rollout, worker: str) -> int:
 def back(service: Rollout, worker: str, killed: int) -> None:
     """Wait until the worker is there again, as another process."""
     eventually(lambda: pids(service).get(worker, killed) != killed)
-
-
-def slow(service: Rollout, worker: str, copy: str, flags: Path) -> Path:
-    """Make every `gather` or `scatter` of a worker wait for ever; returns the file that the first one creates."""
-    begun = flags / f"{worker}-{copy}"
-
-    def install(self: Any) -> None:
-        import threading
-
-        def wait(*_: Any) -> None:
-            begun.touch()
-            threading.Event().wait()
-
-        setattr(self._host._storage, copy, wait)
-
-    inside(workers(service)[worker], install)
-    return begun
 
 
 def suspended(service: Rollout) -> None:
@@ -105,7 +85,7 @@ def test_a_worker_killed_in_the_middle_of_an_export_costs_recomputation_only(
     submit(service)
     sampled(service, 150)
     victim = busy(service)
-    begun = slow(service, victim, "gather", tmp_path)
+    begun, _ = hold(service, victim, "gather", tmp_path)
     service.abort(keep="pool", then="requeue", timeout_s=0)
     eventually(begun.exists)
     pid = kill(service, victim)
@@ -121,17 +101,16 @@ def test_a_worker_killed_in_the_middle_of_a_restore_costs_nothing_that_the_pool_
 ) -> None:
     before = service.stats().counters
     suspended(service)
-    begun = {worker: slow(service, worker, "scatter", tmp_path) for worker in workers(service)}
+    begun = {worker: hold(service, worker, "scatter", tmp_path)[0] for worker in workers(service)}
     service.resume()
-    victim = eventually(lambda: next((worker for worker, flag in begun.items() if flag.exists()), None))
     for worker, flag in begun.items():
         eventually(flag.exists)
-        pid = kill(service, worker)
+        killed = worker, kill(service, worker)
     assert outputs(collect(service)) == truth
     assert since(service, before, "workers_lost") == 2
     assert since(service, before, "recomputed_tokens") == 0
     assert since(service, before, "restore_failures") == 0
-    back(service, victim, pid)
+    back(service, *killed)
 
 
 def test_an_export_that_takes_too_long_is_given_up_and_its_pages_wait_for_it(
@@ -141,21 +120,7 @@ def test_an_export_that_takes_too_long_is_given_up_and_its_pages_wait_for_it(
     submit(service)
     sampled(service, 150)
     victim = busy(service)
-    go_on = tmp_path / "go-on"
-
-    def install(self: Any) -> None:
-        import threading
-
-        gather, pause = self._host._storage.gather, threading.Event()
-
-        def slowly(pages: Any, tokens: int) -> Any:
-            while not go_on.exists():
-                pause.wait(0.01)
-            return gather(pages, tokens)
-
-        self._host._storage.gather = slowly
-
-    inside(workers(service)[victim], install)
+    _, go_on = hold(service, victim, "gather", tmp_path)
     service.abort(keep="pool", then="requeue", timeout_s=0)
     assert outputs(collect(service)) == truth
     assert since(service, before, "export_failures") > 0
