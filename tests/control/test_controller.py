@@ -340,6 +340,7 @@ def test_finish_and_abort_in_both_orders_each_twice_report_it_as_completed(abort
         assert scene.handle(abort(then=then)) == [stop()]
         assert scene.handle(abort(then=then)) == []
     assert scene.report(W1, finished(), finished()) == []
+    assert scene.record().intent is None, "an abort waits for this"
     assert scene.handle(abort(then=then)) == []
     assert scene.handle(abort(then=then)) == []
     trajectory = only_trajectory(scene)
@@ -780,6 +781,18 @@ def test_what_was_exported_too_late_does_not_cost_the_next_export_what_it_stored
     assert commands == [release(W2, epoch=2), retain(), retain("c", node="n2")]
 
 
+def test_what_was_exported_too_late_is_dropped_on_a_node_that_is_in_use_no_more() -> None:
+    scene = suspending()
+    scene.handle(resume())
+    scene.up(W1, "b", room=0)
+    scene.handle(export_failed())
+    scene.report(W2, admitted(epoch=2), sampled(epoch=2, offset=3))
+    scene.handle(abort())
+    scene.report(W2, parked(epoch=2, kv=8))
+    scene.handle(exported(image(8, "c", node="n2"), epoch=2))
+    assert scene.handle(exported(image(7, "late"))) == [retain(), retain("c", node="n2")]
+
+
 def test_what_was_stored_though_its_export_was_said_to_fail_is_dropped_in_the_end() -> None:
     """The answer of a pool may get lost."""
     scene = suspending()
@@ -993,14 +1006,16 @@ def test_an_export_that_ends_after_the_last_worker_is_lost_fails_what_it_would_r
 
 
 def test_a_worker_that_cannot_run_a_trajectory_fails_that_one_only() -> None:
-    scene = Scene(W1)
-    scene.submit(n=2)
-    assert scene.report(W1, failed(), sampled(U)) == []
+    scene = Scene(W1, room=2)
+    scene.submit(n=3)
+    third = TrajectoryId("g/2")
+    assert starts(scene.report(W1, failed(), sampled(U))) == [(W1, third, 1)]
     assert (scene.phase(T), scene.phase(U)) == (Phase.FAILED, Phase.DECODING)
-    scene.report(W1, finished(U))
+    scene.report(W1, finished(U), finished(third))
     (delivery,) = scene.controller.take(1)
     assert [(t.finish_reason, t.error) for t in delivery.trajectories] == [
         (FinishReason.ERROR, "PromptTooLongError: 5 tokens"),
+        (FinishReason.STOP, None),
         (FinishReason.STOP, None),
     ]
 
@@ -1023,8 +1038,9 @@ def test_finished_groups_are_taken_in_the_order_they_finished_and_forgotten() ->
         scene.submit(group)
     for group in ("c", "a"):
         scene.report(W1, finished(TrajectoryId(f"{group}/0")))
-    assert scene.controller.complete_groups == 2
+    assert (scene.controller.complete_groups, scene.controller.live_groups) == (2, 3)
     assert [delivery.group_id for delivery in scene.controller.take(1)] == ["c"]
+    assert (scene.controller.complete_groups, scene.controller.live_groups) == (1, 2)
     assert [delivery.group_id for delivery in scene.controller.take(9)] == ["a"]
     assert scene.controller.record(TrajectoryId("c/0")) is None
     assert scene.trajectories == [TrajectoryId("b/0")]

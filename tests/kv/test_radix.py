@@ -262,13 +262,15 @@ def test_inserting_what_is_stored_returns_the_stored_pages_and_shares_them() -> 
     assert tree.pages == 3
 
 
-def test_eviction_takes_the_least_recently_used_leaf_first() -> None:
+@pytest.mark.parametrize("order", list(itertools.permutations([1, 2, 3])))
+def test_eviction_takes_the_least_recently_used_leaf_first(order: tuple[int, ...]) -> None:
     tree = RadixTree(PAGE)
-    insert(tree, [A], [1])
-    insert(tree, [B], [2])
-    insert(tree, [C], [3])
-    match(tree, [A])
-    assert [tree.evict(1) for _ in range(4)] == [[2], [3], [1], []]
+    pages = {1: A, 2: B, 3: C}
+    for number, page in pages.items():
+        insert(tree, [page], [number])
+    for number in order:
+        match(tree, [pages[number]])
+    assert [tree.evict(1) for _ in range(4)] == [[order[0]], [order[1]], [order[2]], []]
 
 
 def test_a_prefix_is_evicted_after_what_hangs_below_it() -> None:
