@@ -208,7 +208,13 @@ class Driver:
         while self._pending and taken != len(self._pending):
             taken = len(self._pending)
             await self._take(POLL_S)
-        self._keep([partial for partial in report.partials if partial.group_id in self._pending])
+        partials = [partial for partial in report.partials if partial.group_id in self._pending]
+        self._keep(partials)
+        if missing := len(self._pending) * self._samples - len(partials):
+            self._progress.note(
+                f"{len(report.unreached)} trajectories did not stop within {ABORT_S:g} s; they and those that were "
+                f"over in their groups, {missing} together, are not in the output"
+            )
 
     async def _settled(self) -> ServiceStats:
         """The counters once every suspension's pages were counted as freed, or after `SETTLE_S`."""

@@ -33,7 +33,7 @@ class Progress:
         self._logged_at = float("-inf")
         self._bar = rich.progress.Progress(
             rich.progress.TextColumn("{task.description}"),
-            rich.progress.BarColumn(),
+            rich.progress.BarColumn(bar_width=10),  # all columns fit into 80
             rich.progress.MofNCompleteColumn(),
             rich.progress.TextColumn("groups, {task.fields[detail]}"),
             rich.progress.TimeElapsedColumn(),
@@ -47,11 +47,14 @@ class Progress:
         now = self._clock()
         tokens = stats.counters.tokens
         self._samples.append((now, tokens))
-        detail = f"{tokens} tokens, {self._rate():.1f} tokens/s, {_trajectories(stats)}"
-        self._bar.update(self._task, completed=done, detail=detail)
+        suspensions = f"{stats.counters.suspensions} suspensions"
+        self._bar.update(self._task, completed=done, detail=f"{tokens} tokens, {self._rate():.0f}/s, {suspensions}")
         if not self._console.is_terminal and tokens and now - self._logged_at >= LOG_S:
             self._logged_at = now
-            self.note(f"{self._title}: {done}/{self._total} groups, {detail}")
+            self.note(
+                f"{self._title}: {done}/{self._total} groups, {tokens} tokens, {self._rate():.1f} tokens/s, "
+                f"{_trajectories(stats)}, {suspensions}"
+            )
 
     def note(self, line: str) -> None:
         """A line of its own, above the bar."""
@@ -77,4 +80,4 @@ def _trajectories(stats: ServiceStats) -> str:
 
     running = count(Phase.RESTORING, Phase.PREFILLING, Phase.DECODING, Phase.PREEMPTED)
     waiting = count(Phase.QUEUED, Phase.SUSPENDING, Phase.SUSPENDED)
-    return f"{running} running, {waiting} waiting, {stats.counters.suspensions} suspensions"
+    return f"{running} running, {waiting} waiting"

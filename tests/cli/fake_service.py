@@ -40,15 +40,18 @@ class FakeService:
         *,
         finishes: Callable[[GroupId], bool] = lambda group: True,
         on_poll: Callable[[], None] = lambda: None,
+        stops: Callable[[GroupId], bool] = lambda group: True,
         change: Callable[[Trajectory], Trajectory] = lambda trajectory: trajectory,
     ) -> None:
-        """Only groups that `finishes` accepts end by themselves; `change` is made to each trajectory."""
+        """Only groups that `finishes` accepts end by themselves; of those that `stops` does not, an abort reaches
+        the first trajectory only. `change` is made to each trajectory."""
         self.config = config
         self.sampling: SamplingParams = config.sampling.resolve()
         self.tokenizer = Tokenizer(read_tokenizer_files(Path(config.model.path)))
         self.closed = False
         self._finishes = finishes
         self._on_poll = on_poll
+        self._stops = stops
         self._change = change
         self._live: dict[GroupId, list[Trajectory]] = {}
         self._complete: list[Delivery] = []
@@ -83,8 +86,12 @@ class FakeService:
     async def abort(self, ids: object, *, keep: Keep, then: Then, timeout_s: float) -> AbortReport:
         assert (keep, then) == (Keep.NONE, Then.FINISH)
         for group in list(self._live):
-            self._end(group, FinishReason.ABORT)
-        return AbortReport()
+            if self._stops(group):
+                self._end(group, FinishReason.ABORT)
+        left = [one for group in self._live.values() for one in group]
+        partials = tuple(replace(one, finish_reason=FinishReason.ABORT) for one in left if one.sample_index == 0)
+        unreached = tuple(one.trajectory_id for one in left if one.sample_index)
+        return AbortReport(partials=partials, unreached=unreached)
 
     async def stats(self) -> ServiceStats:
         running = sum(len(group) for group in self._live.values())

@@ -108,6 +108,16 @@ def test_a_signal_ends_the_run_with_partial_trajectories_written(
     assert (report["ended"], report["verified_trajectories"]) == ("interrupted", None)
 
 
+def test_what_does_not_stop_in_time_is_told_and_the_rest_is_written(
+    config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    interrupt = once(lambda: os.kill(os.getpid(), signal.SIGINT))
+    use(monkeypatch, finishes=half, stops=lambda group: group != "3", on_poll=interrupt)
+    assert main(["run", config]) == 130
+    assert reasons() == {"length": 6, "abort": 5}
+    assert "1 trajectories did not stop within 15 s" in capsys.readouterr().err
+
+
 def test_a_signal_while_the_service_starts_leaves_the_old_file(
     config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

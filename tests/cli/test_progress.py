@@ -36,12 +36,13 @@ def test_nothing_is_logged_before_the_first_token() -> None:
 
 def test_a_terminal_gets_a_bar_and_notes_above_it() -> None:
     screen = io.StringIO()
-    with Progress(Console(file=screen, force_terminal=True, width=120), title="roll out", total=16) as progress:
+    with Progress(Console(file=screen, force_terminal=True, width=80), title="roll out", total=16) as progress:
         progress.update(STATS, 5)
         progress.note("rejected prompt [b]7[/b]: ünfit")
     text = screen.getvalue()
     assert "5/16" in text
-    assert "7 suspensions" in text
+    assert "groups, 120 tokens, " in text
+    assert "/s, 7 suspensions" in text
     assert "rejected prompt [b]7[/b]: ünfit" in text
     assert "\x1b[?25h" in text, "the cursor stays hidden"
 
