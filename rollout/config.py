@@ -49,7 +49,7 @@ class EngineConfig(Section):
     max_context_tokens: PositiveInt | None = None
     """Longest prompt + output; null: the model's limit. Never more than fits in kv_bytes."""
     chunk_tokens: PositiveInt = 128
-    """Longest piece of one sequence prefilled in a step; a multiple of page_tokens."""
+    """Longest piece of one sequence prefilled in a step; in deterministic mode a multiple of page_tokens."""
     prefill_tokens: PositiveInt = 512
     """Most prompt tokens prefilled in one step, over all sequences."""
     deterministic: bool = False
