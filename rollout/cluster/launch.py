@@ -6,6 +6,7 @@ driver that started them and end with it.
 
 import asyncio
 import logging
+import socket
 import time
 import uuid
 from collections import Counter, deque
@@ -43,6 +44,8 @@ from rollout.types import WorkerId
 
 PLACEMENT_S = 20.0
 """Seconds for CPUs or GPUs that the cluster has, but others use, to become free."""
+CONNECT_S = 5.0
+"""Seconds for a Ray cluster to accept a connection."""
 DESCRIBE_S = 30.0
 """Seconds for a running service to say what it is."""
 STORE_SLACK_BYTES = 64 << 20
@@ -74,8 +77,8 @@ def connect(service: str, address: str | None) -> tuple[Any, ServiceDescription]
     """
     try:
         _join_ray(address or "auto")
-    except ConnectionError:
-        raise ServiceNotFoundError(f"no Ray cluster runs at {address or 'this machine'}") from None
+    except OSError as error:
+        raise ServiceNotFoundError(f"no Ray cluster runs at {address or 'this machine'}: {error}") from None
     controller = _find(service)
     try:
         return controller, ray.get(controller.describe.remote(), timeout=DESCRIBE_S)
@@ -86,9 +89,15 @@ def connect(service: str, address: str | None) -> tuple[Any, ServiceDescription]
 
 
 def _join_ray(address: str | None) -> bool:
-    """Join the cluster at `address`, or the one the environment names, or start a local one; False if joined before."""
+    """Join the cluster at `address`, or the one the environment names, or start a local one; False if joined before.
+
+    Raises `OSError` if there is none at the address.
+    """
     if ray.is_initialized():
         return False
+    host, _, port = (address or "").rpartition(":")
+    if port.isdigit():  # Ray itself would try for two minutes, then end the process
+        socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
     ray.init(
         address=address,
         namespace=NAMESPACE,
@@ -113,7 +122,10 @@ def launch(config: Config) -> Service:
     """
     spec = read_spec(config.model.path)
     tokenizer = read_tokenizer_files(config.model.path)
-    started_ray = _join_ray(config.cluster.address)
+    try:
+        started_ray = _join_ray(config.cluster.address)
+    except OSError as error:
+        raise ConfigError(f"cluster.address: no Ray cluster runs at {config.cluster.address}: {error}") from None
     placement: PlacementGroup | None = None
     actors: deque[Any] = deque()
     try:
