@@ -66,6 +66,10 @@ class AsyncRollout:
         self._keys = (f"{key_prefix}{number}" for number in itertools.count())
         self._on_close = on_close
         self._closed = False
+        self._arrived: set[str] = set()
+        """Calls of `next_groups` that the controller need not remember any more."""
+        self._abandoned: set[str] = set()
+        """Those whose answer nobody got."""
         self.tokenizer = Tokenizer(description.tokenizer)
 
     @property
@@ -110,11 +114,23 @@ class AsyncRollout:
         return [submission.group_id for submission in submissions]
 
     async def next_groups(self, k: int = 1, timeout_s: float = 600.0) -> list[Delivery]:
-        """Up to `k` finished groups, each handed out once: as soon as there are `k`, or no more to come, or
-        at the timeout what there is."""
-        deliveries: list[Delivery] = await self._call(
-            self._controller.next_groups, k, timeout_s, timeout_s=timeout_s + CALL_S
-        )
+        """Up to `k` finished groups, each handed out once: as soon as there are `k`, or no more to come without
+        a `resume` or `submit`, or at the timeout what there is.
+
+        A call that fails or is cancelled loses nothing: its groups are handed out again.
+        """
+        call = uuid.uuid4().hex
+        arrived, abandoned = tuple(self._arrived), tuple(self._abandoned)
+        try:
+            deliveries: list[Delivery] = await self._call(
+                self._controller.next_groups, k, timeout_s, call, arrived, abandoned, timeout_s=timeout_s + CALL_S
+            )
+        except BaseException:
+            self._abandoned.add(call)
+            raise
+        self._arrived.difference_update(arrived)
+        self._abandoned.difference_update(abandoned)
+        self._arrived.add(call)
         return deliveries
 
     async def abort(

@@ -11,8 +11,9 @@
     │   ├── InvalidSamplingError a sampling parameter outside its range
     │   └── DuplicateKeyError    a submit key that a live group has
     ├── KVError                  KV that cannot be stored or read; the caller recomputes
-    │   ├── SegmentMissingError  the pool has no such segment (any more)
-    │   ├── SegmentDamagedError  bytes that do not match their checksum, size or fingerprint
+    │   ├── SegmentError
+    │   │   ├── SegmentMissingError  the pool has no such segment (any more)
+    │   │   └── SegmentDamagedError  bytes that do not match their checksum, size or fingerprint
     │   └── PoolFullError        storing would exceed the byte budget
     ├── ServiceError             the running service cannot do what was asked
     │   ├── ServiceNotFoundError no service of that name in this cluster
@@ -68,11 +69,20 @@ class KVError(RolloutError):
     """KV that cannot be stored or read; the caller falls back to recomputing."""
 
 
-class SegmentMissingError(KVError):
+class SegmentError(KVError):
+    """A segment that is of no use. `node` and `segment` name it where it is known which one."""
+
+    def __init__(self, message: str, *, node: str | None = None, segment: str | None = None) -> None:
+        super().__init__(message)
+        self.node = node
+        self.segment = segment
+
+
+class SegmentMissingError(SegmentError):
     """The pool has no such segment, or has it no more."""
 
 
-class SegmentDamagedError(KVError):
+class SegmentDamagedError(SegmentError):
     """Bytes that do not match their checksum, size or fingerprint."""
 
 

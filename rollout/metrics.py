@@ -119,6 +119,8 @@ class ServiceStats:
     phases: dict[Phase, int]
     """Trajectories by phase, now; delivered ones are no longer counted."""
     counters: RolloutCounters
+    troubles: tuple[str, ...] = ()
+    """The last workers lost, exports and restores failed, with the reasons."""
     workers: tuple[WorkerStats, ...] = ()
     """Those that answered."""
     pools: tuple[PoolStats, ...] = field(default=())

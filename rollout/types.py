@@ -280,7 +280,7 @@ class AbortReport:
     unreached: tuple[TrajectoryId, ...] = ()
     """Not stopped before `timeout_s`; the abort stays in force."""
     partials: tuple[Trajectory, ...] = ()
-    """The tokens so far of every trajectory in `found`."""
+    """The tokens so far of every trajectory asked for that is known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,15 +19,14 @@ from rollout.cluster.description import ServiceDescription, WorkerDescription
 from rollout.cluster.pool import start_pool
 from rollout.control.controller import Controller
 from rollout.control.messages import (
-    AbortRequested,
     Command,
+    Drop,
     Event,
     Export,
     Exported,
     ExportFailed,
     Release,
     RestoreFailed,
-    ResumeRequested,
     Retain,
     Start,
     Stop,
@@ -35,12 +34,11 @@ from rollout.control.messages import (
     WorkerReport,
     WorkerUp,
 )
-from rollout.control.records import Record, Submission
+from rollout.control.records import Submission
 from rollout.metrics import ServiceStats
 from rollout.types import (
     AbortReport,
     Delivery,
-    FinishReason,
     Keep,
     NodeId,
     ResumeReport,
@@ -75,6 +73,7 @@ class ControllerActor:
         self._incarnations: dict[WorkerId, str] = {}
         self._core = Controller(
             workers=len(workers),
+            max_context=description.max_context,
             slice_tokens=config.abort.slice_tokens,
             keep=Keep(config.abort.keep),
             prefer_other=config.resume.prefer == "other",
@@ -92,54 +91,36 @@ class ControllerActor:
         return self._description
 
     async def submit(self, submissions: Sequence[Submission]) -> None:
-        """Take groups in.
+        """Take groups in, all or none; one that is here already, all of it equal, was told twice.
 
-        Raises `DuplicateKeyError`; the groups before the duplicate are taken in then.
+        Raises `DuplicateKeyError`.
         """
-        for submission in submissions:
-            self._carry_out(self._core.submit(submission, time.time()))
+        self._carry_out(self._core.submit(submissions, time.time()))
 
-    async def next_groups(self, count: int, timeout_s: float) -> list[Delivery]:
-        """Up to `count` finished groups, waiting until there are so many, or no more to come, or the timeout."""
-        await self._until(lambda: self._core.complete_groups >= min(count, self._core.live_groups), timeout_s)
-        return self._core.take(count)
+    async def next_groups(
+        self, count: int, timeout_s: float, call: str, arrived: Sequence[str], abandoned: Sequence[str]
+    ) -> list[Delivery]:
+        """Up to `count` finished groups, waiting until there are so many, or no more to come, or the timeout.
+
+        They are handed out to `call`. Until a later call names it in `arrived` they are kept, and handed out
+        again if one names it in `abandoned`.
+        """
+        self._core.settle_calls(arrived=arrived, abandoned=abandoned)
+        await self._until(lambda: self._core.complete_groups >= min(count, self._core.coming_groups), timeout_s)
+        return self._core.take(count, call)
 
     async def abort(self, ids: Sequence[str] | None, keep: Keep, then: Then, timeout_s: float) -> AbortReport:
         """Stop trajectories (all for None; a group's id stands for its members) and wait until they are."""
-        known, unknown = self._core.resolve(ids)
-        finished = {record.trajectory_id for record in known if record.over}
-        asked = [record for record in known if record.trajectory_id not in finished]
-        epochs = {record.trajectory_id: record.epoch for record in asked}
-
-        def stopped(record: Record) -> bool:
-            """Done with by this abort; one that was queued again may be in its next suspension already."""
-            return record.over or record.intent is None or record.epoch != epochs[record.trajectory_id]
-
-        self._handle(AbortRequested(trajectory_ids=tuple(epochs), keep=keep, then=then))
-        await self._until(lambda: all(stopped(record) for record in asked), timeout_s)
-        found, unreached = [], []
-        for record in asked:
-            if record.over and record.finish_reason is not FinishReason.ABORT:
-                finished.add(record.trajectory_id)
-            elif stopped(record):
-                found.append(record)
-            else:
-                unreached.append(record.trajectory_id)
-        return AbortReport(
-            found=tuple(record.trajectory_id for record in found),
-            unknown=unknown,
-            finished=tuple(sorted(finished)),
-            unreached=tuple(unreached),
-            partials=tuple(record.snapshot() for record in found),
-        )
+        ticket, commands = self._core.abort(ids, keep, then, time.time())
+        self._carry_out(commands)
+        await self._until(lambda: ticket.done, timeout_s)
+        return ticket.report()
 
     async def resume(self, ids: Sequence[str] | None) -> ResumeReport:
         """Queue suspended trajectories again (all for None)."""
-        known, unknown = self._core.resolve(ids)
-        resumable = tuple(record.trajectory_id for record in known if not record.over)
-        over = tuple(record.trajectory_id for record in known if record.over)
-        self._handle(ResumeRequested(trajectory_ids=resumable))
-        return ResumeReport(resumed=resumable, unknown=unknown + over)
+        report, commands = self._core.resume(ids, time.time())
+        self._carry_out(commands)
+        return report
 
     async def stats(self) -> ServiceStats:
         """Counters, and snapshots of the workers and pools that answer in time."""
@@ -148,6 +129,7 @@ class ControllerActor:
         return ServiceStats(
             phases=self._core.phases,
             counters=self._core.counters,
+            troubles=self._core.troubles,
             workers=tuple(stats for stats in workers if stats is not None),
             pools=tuple(stats for stats in pools if stats is not None),
         )
@@ -171,6 +153,8 @@ class ControllerActor:
                     worker.release.remote(incarnation, (command.trajectory_id, command.epoch))
                 case Retain():
                     self._pools[command.node].retain.remote(command.trajectory_id, command.segments)
+                case Drop():
+                    self._pools[command.node].drop.remote(command.segment)
                 case Export():
                     self._spawn(self._export(command), partial(self._export_failed, command))
         self._changed.set()

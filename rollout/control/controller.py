@@ -9,14 +9,16 @@ what workers and pools hold is a cache of them. Invariants:
 4. The pools retain exactly the segments of live images.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 
+from rollout.control.aborts import AbortTicket
 from rollout.control.fleet import Fleet, Worker
+from rollout.control.groups import Groups
 from rollout.control.messages import (
-    AbortRequested,
     Admitted,
     Command,
+    Drop,
     Event,
     Export,
     Exported,
@@ -28,8 +30,6 @@ from rollout.control.messages import (
     Preempted,
     Release,
     RestoreFailed,
-    ResumeRequested,
-    Retain,
     Sampled,
     Start,
     Stop,
@@ -38,53 +38,87 @@ from rollout.control.messages import (
     WorkerReport,
     WorkerUp,
 )
-from rollout.control.records import Groups, Intent, Record, Submission
+from rollout.control.pooled import Pooled
+from rollout.control.records import Intent, Record, Submission
 from rollout.metrics import RolloutCounters
 from rollout.types import (
     Delivery,
     FinishReason,
-    Image,
     Keep,
-    NodeId,
     Phase,
-    Resume,
-    SegmentId,
+    ResumeReport,
     Then,
     TrajectoryId,
 )
+
+MOST_LOSSES = 4
+"""Workers that may be lost under a trajectory without a new token in between: it may be what kills them."""
+TROUBLES = 20
+"""How many are remembered."""
 
 
 class Controller:
     """Decides what runs where, and what becomes of what stopped."""
 
-    def __init__(self, *, workers: int, slice_tokens: int | None, keep: Keep, prefer_other: bool) -> None:
-        """`workers` is how many there are when all are up."""
+    def __init__(
+        self, *, workers: int, max_context: int, slice_tokens: int | None, keep: Keep, prefer_other: bool
+    ) -> None:
+        """`workers` is how many there are when all are up; `keep` is what `Keep.AUTO` means."""
+        self._max_context = max_context
         self._slice_tokens = slice_tokens
-        self._slice_intent = Intent(keep=keep, then=Then.REQUEUE)
+        self._keep = keep
         self._fleet = Fleet(size=workers, prefer_other=prefer_other)
         self._groups = Groups()
         self._tally: Counter[str] = Counter()
+        self._troubles: deque[str] = deque(maxlen=TROUBLES)
 
     # What drivers ask ---------------------------------------------------------------------------------
 
-    def submit(self, submission: Submission, now: float) -> list[Command]:
-        """Take a group in.
+    def submit(self, submissions: Sequence[Submission], now: float) -> list[Command]:
+        """Take groups in, all or none; one that is here already, all of it equal, was told twice.
 
-        Raises `DuplicateKeyError` if a group of that id was not handed out yet.
+        Raises `DuplicateKeyError` if one has the id of another group that was not handed out yet.
         """
-        group = self._groups.add(submission, now)
-        self._tally["trajectories"] += len(group)
         commands: list[Command] = []
-        for record in group:
-            commands += self._enqueue(record, now)
+        for submission in self._groups.check(submissions):
+            group = self._groups.add(submission, now)
+            self._tally["trajectories"] += len(group)
+            for record in group:
+                commands += self._enqueue(record, now)
         return commands + self._dispatch()
 
-    def take(self, count: int) -> list[Delivery]:
-        """Up to `count` finished groups, in the order they finished; they are forgotten here."""
-        return self._groups.take(count)
+    def take(self, count: int, call: str) -> list[Delivery]:
+        """Up to `count` finished groups, in the order they finished, handed out to `call`."""
+        return self._groups.take(count, call)
 
-    def record(self, trajectory_id: TrajectoryId) -> Record | None:
-        return self._groups.get(trajectory_id)
+    def settle_calls(self, *, arrived: Sequence[str], abandoned: Sequence[str]) -> None:
+        """What became of earlier calls that groups were, or may yet be, handed out to."""
+        self._groups.acknowledge(arrived)
+        self._groups.abandon(abandoned)
+
+    def abort(self, ids: Sequence[str] | None, keep: Keep, then: Then, now: float) -> tuple[AbortTicket, list[Command]]:
+        """Stop what `ids` name (see `resolve`); the ticket tells when that is done and what came of it."""
+        ticket = AbortTicket(*self.resolve(ids))
+        intent = Intent(keep=self._keep if keep is Keep.AUTO else keep, then=then)
+        commands: list[Command] = []
+        for record in ticket.asked:
+            commands += self._stop(record, intent, now)
+        return ticket, commands + self._dispatch()
+
+    def resume(self, ids: Sequence[str] | None, now: float) -> tuple[ResumeReport, list[Command]]:
+        """Queue what `ids` name (see `resolve`), if it is suspended or about to be."""
+        known, unknown = self.resolve(ids)
+        commands: list[Command] = []
+        for record in known:
+            if record.phase is Phase.SUSPENDED:
+                commands += self._enqueue(record, now)
+            elif record.intent is not None and record.intent.then is not Then.FINISH:
+                record.intent = Intent(keep=record.intent.keep, then=Then.REQUEUE)
+        over = tuple(record.trajectory_id for record in known if record.over)
+        report = ResumeReport(
+            resumed=tuple(record.trajectory_id for record in known if not record.over), unknown=unknown + over
+        )
+        return report, commands + self._dispatch()
 
     def resolve(self, ids: Sequence[str] | None) -> tuple[list[Record], tuple[TrajectoryId, ...]]:
         """The trajectories that `ids` name, a group's id standing for its members, and the ids that name none.
@@ -99,13 +133,18 @@ class Controller:
         return self._groups.complete
 
     @property
-    def live_groups(self) -> int:
-        """Groups that were not taken, finished or not."""
-        return self._groups.live
+    def coming_groups(self) -> int:
+        """Groups that were not taken and are finished, or will be without another command."""
+        return self._groups.coming
 
     @property
     def phases(self) -> dict[Phase, int]:
         return dict(Counter(record.phase for record in self._groups.records()))
+
+    @property
+    def troubles(self) -> tuple[str, ...]:
+        """The last workers lost, exports and restores failed, with the reasons."""
+        return tuple(self._troubles)
 
     @property
     def counters(self) -> RolloutCounters:
@@ -130,10 +169,6 @@ class Controller:
                 commands = self._exported(event, now)
             case ExportFailed():
                 commands = self._export_failed(event, now)
-            case AbortRequested():
-                commands = self._abort(event, now)
-            case ResumeRequested():
-                commands = self._resume(event, now)
         return commands + self._dispatch()
 
     def _report(self, report: WorkerReport, now: float) -> list[Command]:
@@ -154,14 +189,13 @@ class Controller:
     def _progress(self, record: Record, event: WorkerEvent, now: float) -> list[Command]:
         match event:
             case Sampled():
-                self._sampled(record, event)
+                self._tally["tokens"] += record.sampled(event)
             case Admitted():
-                self._admitted(record, event)
+                self._tally.update(record.admitted(event))
             case Preempted():
-                self._preempted(record)
+                self._tally["preemptions"] += record.preempted()
             case RestoreFailed():
-                self._tally["restore_failures"] += 1
-                return self._set_image(record, None)
+                return self._restore_failed(record, event)
             case Finished():
                 self._fleet.leave(record)
                 return self._end(record, event.reason, now)
@@ -172,61 +206,25 @@ class Controller:
                 return self._parked(record, event, now)
         return []
 
-    def _sampled(self, record: Record, event: Sampled) -> None:
-        known = len(record.columns) - event.offset
-        assert known >= 0, (
-            f"{record.trajectory_id}: tokens from {event.offset} on, but only {len(record.columns)} known"
-        )
-        news = event.columns.since(known)
-        if not news:
-            return
-        record.columns.extend(news)
-        self._tally["tokens"] += len(news)
-        if record.phase is not Phase.DECODING:
-            record.enter(Phase.DECODING)
-
-    def _preempted(self, record: Record) -> None:
-        if record.phase is not Phase.PREEMPTED:
-            self._tally["preemptions"] += 1
-            record.enter(Phase.PREEMPTED)
-
-    def _admitted(self, record: Record, event: Admitted) -> None:
-        first = record.admitted_epoch != record.epoch
-        if not first and record.phase is not Phase.PREEMPTED:
-            return
-        record.admitted_epoch = record.epoch
-        self._tally["recomputed_tokens"] += event.recomputed_tokens
-        known = len(record.prompt_ids) + len(record.columns)
-        whole = event.cached_tokens + event.restored_tokens >= known - 1 > 0
-        phase = Phase.DECODING if whole else Phase.PREFILLING
-        if record.phase is not phase:
-            record.enter(phase)
-        if not first or len(record.workers) == 1:
-            return
-        self._tally["restored_tokens"] += event.restored_tokens
-        self._tally["cached_tokens"] += event.cached_tokens
-        record.resumes.append(
-            Resume(
-                worker=record.workers[-1],
-                cached_tokens=event.cached_tokens,
-                restored_tokens=event.restored_tokens,
-                recomputed_tokens=event.recomputed_tokens,
-            )
-        )
+    def _restore_failed(self, record: Record, event: RestoreFailed) -> list[Command]:
+        self._tally["restore_failures"] += 1
+        self._troubles.append(f"{record.trajectory_id}: restore: {event.error}")
+        commands = record.pooled.replace(None)
+        if event.node is not None and event.segment is not None:
+            commands.append(Drop(node=event.node, segment=event.segment))
+        return commands
 
     def _parked(self, record: Record, event: Parked, now: float) -> list[Command]:
         worker = self._fleet.leave(record)
-        intent = record.intent or self._slice_intent
-        record.intent = intent
+        intent = record.intent = record.intent or Intent(keep=self._keep, then=Then.REQUEUE)
         record.kv_tokens = max(record.kv_tokens, event.kv_tokens)
         record.suspensions += 1
         self._tally["suspensions"] += 1
         record.enter(Phase.SUSPENDING)
         release = self._release(record)
-        covered = record.image.kv_tokens if record.image is not None else 0
-        if event.kv_tokens <= covered or intent.keep is Keep.NONE or intent.then is Then.FINISH:
+        if event.kv_tokens <= record.pooled.kv_tokens or intent.keep is Keep.NONE or intent.then is Then.FINISH:
             return [release, *self._settle(record, now)]
-        record.nodes.add(worker.node)
+        record.pooled.exporting_to(worker.node)
         return [
             Export(
                 worker=worker.worker_id,
@@ -236,7 +234,7 @@ class Controller:
                 kv_tokens=event.kv_tokens,
                 prompt_pages=event.prompt_pages,
                 page_keys=event.page_keys,
-                base=record.image,
+                base=record.pooled.image,
             )
         ]
 
@@ -245,60 +243,46 @@ class Controller:
         if record is None:
             return self._exported_too_late(event)
         self._tally["exported_bytes"] += event.sent_bytes
-        return [self._release(record), *self._set_image(record, event.image), *self._settle(record, now)]
+        return [self._release(record), *record.pooled.replace(event.image), *self._settle(record, now)]
 
     def _exported_too_late(self, event: Exported) -> list[Command]:
         """Nobody wants this image, or it was told before. A later export is told of with what that retains."""
         record = self._groups.get(event.trajectory_id)
-        nodes = {run.node for run in event.image.runs}
         if record is None:
-            return _retain(event.trajectory_id, nodes, None)
-        if record.image == event.image:
+            return Pooled(event.trajectory_id).let_go_of(event.image)
+        if record.pooled.image == event.image or record.phase is Phase.SUSPENDING:
+            for run in event.image.runs:
+                record.pooled.exporting_to(run.node)
             return []
-        record.nodes |= nodes
-        return self._set_image(record, record.image) if record.phase is not Phase.SUSPENDING else []
+        return record.pooled.let_go_of(event.image)
 
     def _export_failed(self, event: ExportFailed, now: float) -> list[Command]:
         record = self._suspending(event.trajectory_id, event.epoch)
         if record is None:
             return []
         self._tally["export_failures"] += 1
+        self._troubles.append(f"{record.trajectory_id}: export: {event.error}")
         return [self._release(record), *self._settle(record, now)]
 
-    def _abort(self, event: AbortRequested, now: float) -> list[Command]:
+    def _stop(self, record: Record, intent: Intent, now: float) -> list[Command]:
+        """An abort of a trajectory that is not over; a second one changes only what becomes of it."""
         commands: list[Command] = []
-        for trajectory_id in event.trajectory_ids:
-            record = self._groups.get(trajectory_id)
-            if record is None or record.over:
-                continue
-            if record.on_worker and record.intent is None:
-                worker = record.workers[-1]
-                commands.append(Stop(worker=worker, trajectory_id=trajectory_id, epoch=record.epoch))
-            record.intent = Intent(keep=event.keep, then=event.then)
-            if record.phase is Phase.QUEUED:
-                self._fleet.dequeue(record)
-                record.enter(Phase.SUSPENDED)
-            if record.phase is Phase.SUSPENDED:
-                commands += self._settle(record, now)
-        return commands
-
-    def _resume(self, event: ResumeRequested, now: float) -> list[Command]:
-        commands: list[Command] = []
-        for trajectory_id in event.trajectory_ids:
-            record = self._groups.get(trajectory_id)
-            if record is None:
-                continue
-            if record.phase is Phase.SUSPENDED:
-                commands += self._enqueue(record, now)
-            elif record.intent is not None and record.intent.then is not Then.FINISH:
-                record.intent = Intent(keep=record.intent.keep, then=Then.REQUEUE)
+        if record.on_worker and record.intent is None:
+            worker = record.workers[-1]
+            commands.append(Stop(worker=worker, trajectory_id=record.trajectory_id, epoch=record.epoch))
+        record.intent = intent
+        if record.phase is Phase.QUEUED:
+            self._fleet.dequeue(record)
+            record.enter(Phase.SUSPENDED)
+        if record.phase is Phase.SUSPENDED:
+            commands += self._settle(record, now)
         return commands
 
     def _worker_up(self, event: WorkerUp, now: float) -> list[Command]:
         worker = self._fleet.get(event.worker)
         if worker is not None and worker.incarnation == event.incarnation:
             return []
-        commands = self._lose(worker, now) if worker is not None else []
+        commands = self._lose(worker, "its process was restarted", now) if worker is not None else []
         self._fleet.join(event)
         return commands
 
@@ -306,7 +290,7 @@ class Controller:
         commands: list[Command] = []
         worker = self._fleet.get(event.worker)
         if worker is not None and worker.incarnation == event.incarnation:
-            commands += self._lose(worker, now)
+            commands += self._lose(worker, event.error, now)
         if event.final and self._fleet.get(event.worker) is None:
             self._fleet.give_up(event.worker, event.error)
         if self._fleet.hopeless is not None:
@@ -314,18 +298,22 @@ class Controller:
                 commands += self._fail(record, self._fleet.hopeless, now)
         return commands
 
-    def _lose(self, worker: Worker, now: float) -> list[Command]:
+    def _lose(self, worker: Worker, error: str, now: float) -> list[Command]:
         """A worker is gone, with its KV; the tokens it reported stay."""
         self._tally["workers_lost"] += 1
+        self._troubles.append(f"{worker.worker_id}: lost: {error}")
         self._fleet.drop(worker.worker_id)
         commands: list[Command] = []
         for trajectory_id in sorted(worker.running):
             record = self._groups.get(trajectory_id)
             assert record is not None, f"{worker.worker_id} ran {trajectory_id}, which is unknown"
             record.lost = True
+            record.losses += 1
             if record.columns:
                 record.kv_tokens = len(record.prompt_ids) + len(record.columns) - 1
-            if record.intent is None:
+            if record.losses >= MOST_LOSSES:
+                commands += self._fail(record, f"{record.losses} workers were lost under it; the last: {error}", now)
+            elif record.intent is None:
                 commands += self._enqueue(record, now)
             else:
                 record.enter(Phase.SUSPENDING)
@@ -345,12 +333,18 @@ class Controller:
             record.lost = False
             record.workers.append(worker.worker_id)
             record.epoch += 1
-            record.enter(Phase.RESTORING if record.image is not None else Phase.PREFILLING)
-            commands.append(Start(worker=worker.worker_id, assignment=record.assignment(self._slice_tokens)))
+            record.enter(Phase.RESTORING if record.pooled.image is not None else Phase.PREFILLING)
+            commands.append(
+                Start(
+                    worker=worker.worker_id,
+                    assignment=record.assignment(slice_tokens=self._slice_tokens, max_context=self._max_context),
+                )
+            )
         return commands
 
     def _enqueue(self, record: Record, now: float) -> list[Command]:
         """The trajectory waits for a worker, if it has anything left to do and may find one."""
+        self._groups.unhold(record)
         if record.budget_spent:
             return self._end(record, FinishReason.LENGTH, now)
         if self._fleet.hopeless is not None:
@@ -366,9 +360,10 @@ class Controller:
         assert intent is not None, f"{record.trajectory_id}: nothing to settle"
         if record.phase is not Phase.SUSPENDED:
             record.enter(Phase.SUSPENDED)
-        commands = self._set_image(record, None) if intent.keep is Keep.NONE else []
+        commands = record.pooled.replace(None) if intent.keep is Keep.NONE else []
         match intent.then:
             case Then.HOLD:
+                self._groups.hold(record)
                 return commands
             case Then.FINISH:
                 return commands + self._end(record, FinishReason.ABORT, now)
@@ -380,18 +375,13 @@ class Controller:
         record.finish_reason = reason
         record.finished_at = now
         record.intent = None
+        self._groups.unhold(record)
         self._groups.ended(record)
-        return self._set_image(record, None)
+        return record.pooled.replace(None)
 
     def _fail(self, record: Record, error: str, now: float) -> list[Command]:
         record.error = error
         return self._end(record, FinishReason.ERROR, now)
-
-    def _set_image(self, record: Record, image: Image | None) -> list[Command]:
-        commands = _retain(record.trajectory_id, record.nodes, image)
-        record.image = image
-        record.nodes = {run.node for run in image.runs} if image is not None else set()
-        return commands
 
     def _release(self, record: Record) -> Release:
         return Release(worker=record.workers[-1], trajectory_id=record.trajectory_id, epoch=record.epoch)
@@ -401,14 +391,3 @@ class Controller:
         if record is None or record.phase is not Phase.SUSPENDING or record.epoch != epoch:
             return None
         return record
-
-
-def _retain(trajectory_id: TrajectoryId, nodes: set[NodeId], image: Image | None) -> list[Command]:
-    """Tell the pools of `nodes`, and those that hold the image, what the trajectory needs from now on."""
-    needed: dict[NodeId, set[SegmentId]] = {node: set() for node in sorted(nodes)}
-    for run in image.runs if image is not None else ():
-        needed.setdefault(run.node, set()).add(run.segment)
-    return [
-        Retain(node=node, trajectory_id=trajectory_id, segments=frozenset(segments))
-        for node, segments in needed.items()
-    ]

@@ -12,7 +12,7 @@ from rollout.control.records import Record
 from rollout.types import NodeId, TrajectoryId, WorkerId
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Worker:
     """One worker process and what runs on it."""
 
@@ -35,8 +35,10 @@ class Fleet:
         self._prefer_other = prefer_other
         self._workers: dict[WorkerId, Worker] = {}
         self._lost: dict[WorkerId, str] = {}
-        self._queue: list[Record] = []
-        """In submission order."""
+        self._fresh: list[Record] = []
+        """Queued and never started, in submission order."""
+        self._returning: list[Record] = []
+        """Queued after a start, in submission order."""
 
     def get(self, worker_id: WorkerId) -> Worker | None:
         return self._workers.get(worker_id)
@@ -63,10 +65,13 @@ class Fleet:
         return "no worker is left: " + "; ".join(f"{worker}: {error}" for worker, error in self._lost.items())
 
     def enqueue(self, record: Record) -> None:
-        bisect.insort(self._queue, record, key=lambda queued: queued.order)
+        bisect.insort(self._queue_of(record), record, key=_order)
 
     def dequeue(self, record: Record) -> None:
-        self._queue.remove(record)
+        queue = self._queue_of(record)
+        at = bisect.bisect_left(queue, record.order, key=_order)
+        assert queue[at] is record, f"{record.trajectory_id} is not queued"
+        del queue[at]
 
     def leave(self, record: Record) -> Worker:
         """The trajectory is off its worker, which is returned."""
@@ -76,7 +81,8 @@ class Fleet:
 
     def drain(self) -> list[Record]:
         """Everything queued, taken out."""
-        drained, self._queue = self._queue, []
+        drained = sorted([*self._returning, *self._fresh], key=_order)
+        self._returning, self._fresh = [], []
         return drained
 
     def dispatch(self) -> list[tuple[Record, Worker]]:
@@ -85,19 +91,33 @@ class Fleet:
         New trajectories left no worker: they never overtake an older one.
         """
         chosen: list[tuple[Record, Worker]] = []
-        for elsewhere_only in (True, False) if self._prefer_other else (False,):
-            for record in list(self._queue):
-                able = [worker for worker in self._workers.values() if worker.room > 0]
-                if not able:
+        free = [worker for worker in self._workers.values() if worker.room > 0]
+        if self._prefer_other:
+            for record in list(self._returning) if free else ():
+                elsewhere = [worker for worker in free if worker.worker_id != record.worker]
+                if elsewhere:
+                    self._assign(record, elsewhere, free, chosen)
+                if not free:
                     return chosen
-                if elsewhere_only:
-                    if record.worker is None:
-                        continue
-                    able = [worker for worker in able if worker.worker_id != record.worker]
-                    if not able:
-                        continue
-                worker = max(able, key=lambda worker: worker.room)
-                worker.running.add(record.trajectory_id)
-                self._queue.remove(record)
-                chosen.append((record, worker))
+        while free and (self._returning or self._fresh):
+            heads = [queue[0] for queue in (self._returning, self._fresh) if queue]
+            self._assign(min(heads, key=_order), free, free, chosen)
         return chosen
+
+    def _assign(
+        self, record: Record, able: list[Worker], free: list[Worker], chosen: list[tuple[Record, Worker]]
+    ) -> None:
+        """Give a queued trajectory to the one of `able` with the most room; a full worker is no longer free."""
+        worker = max(able, key=lambda worker: worker.room)
+        self.dequeue(record)
+        worker.running.add(record.trajectory_id)
+        chosen.append((record, worker))
+        if not worker.room:
+            free.remove(worker)
+
+    def _queue_of(self, record: Record) -> list[Record]:
+        return self._returning if record.workers else self._fresh
+
+
+def _order(record: Record) -> int:
+    return record.order

@@ -5,27 +5,17 @@ Every message about a trajectory on a worker carries the epoch of its assignment
 """
 
 from dataclasses import dataclass
-from enum import StrEnum
 
 from rollout.types import (
     Columns,
     FinishReason,
     Image,
-    Keep,
     NodeId,
     SamplingParams,
     SegmentId,
-    Then,
     TrajectoryId,
     WorkerId,
 )
-
-
-class ParkReason(StrEnum):
-    """Why an engine took a sequence out of the batch."""
-
-    SLICE = "slice"
-    ABORT = "abort"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +31,8 @@ class Assignment:
     seed: int
     slice_tokens: int | None
     """Tokens to sample before the engine parks it; None: no limit."""
+    max_context: int
+    """Most tokens, prompt included, on any worker of the service."""
     image: Image | None
     kv_tokens: int
     """Positions that had KV before; what of it is neither cached nor restored counts as recomputed."""
@@ -69,6 +61,9 @@ class RestoreFailed(WorkerEvent):
     """The image could not be used; the sequence recomputes. `Admitted` was, or will be, told again."""
 
     error: str
+    node: NodeId | None = None
+    segment: SegmentId | None = None
+    """What is of no use to anybody, where that is known, and whose pool holds it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +93,6 @@ class Failed(WorkerEvent):
 class Parked(WorkerEvent):
     """Out of the batch; its pages stay until `Release`."""
 
-    reason: ParkReason
     kv_tokens: int
     """Positions with KV."""
     prompt_pages: int
@@ -160,19 +154,7 @@ class ExportFailed:
     error: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AbortRequested:
-    trajectory_ids: tuple[TrajectoryId, ...]
-    keep: Keep
-    then: Then
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResumeRequested:
-    trajectory_ids: tuple[TrajectoryId, ...]
-
-
-Event = WorkerUp | WorkerDown | WorkerReport | Exported | ExportFailed | AbortRequested | ResumeRequested
+Event = WorkerUp | WorkerDown | WorkerReport | Exported | ExportFailed
 
 
 # Commands -----------------------------------------------------------------------------------------
@@ -226,4 +208,12 @@ class Retain:
     segments: frozenset[SegmentId]
 
 
-Command = Start | Stop | Export | Release | Retain
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drop:
+    """The pool of `node` forgets a segment that turned out to be damaged or lost."""
+
+    node: NodeId
+    segment: SegmentId
+
+
+Command = Start | Stop | Export | Release | Retain | Drop

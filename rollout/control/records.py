@@ -1,21 +1,16 @@
-"""What the controller knows of a trajectory, and of the groups they form. Mutated by the controller only."""
+"""What the controller knows of a trajectory. Mutated by the controller only."""
 
-from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from rollout.control.lifecycle import ON_WORKER, OVER, move
-from rollout.control.messages import Assignment
-from rollout.errors import DuplicateKeyError
+from rollout.control.messages import Admitted, Assignment, Sampled
+from rollout.control.pooled import Pooled
 from rollout.types import (
     Columns,
-    Delivery,
     FinishReason,
     GroupId,
-    Image,
     Keep,
-    NodeId,
     Phase,
     Resume,
     SamplingParams,
@@ -47,7 +42,7 @@ class Intent:
     then: Then
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Record:
     """One trajectory. `columns` is the truth; everything about KV is a cache of it."""
 
@@ -61,12 +56,10 @@ class Record:
     seed: int
     submitted_at: float
     metadata: dict[str, Any]
+    pooled: Pooled
     phase: Phase = Phase.QUEUED
     columns: Columns = field(default_factory=Columns)
     epoch: int = 0
-    image: Image | None = None
-    nodes: set[NodeId] = field(default_factory=set)
-    """Whose pools may hold KV of it: those of the image and of exports since, whatever was told of these."""
     kv_tokens: int = 0
     """Positions that had KV on some worker, as far as known."""
     intent: Intent | None = None
@@ -76,6 +69,8 @@ class Record:
     resumes: list[Resume] = field(default_factory=list)
     lost: bool = False
     """It was on a worker that was lost, and did not start since."""
+    losses: int = 0
+    """Workers lost under it, one after the other, without a new token."""
     admitted_epoch: int = 0
     """The last epoch in which it was admitted."""
     finish_reason: FinishReason | None = None
@@ -102,7 +97,43 @@ class Record:
     def over(self) -> bool:
         return self.phase in OVER
 
-    def assignment(self, slice_tokens: int | None) -> Assignment:
+    def sampled(self, event: Sampled) -> int:
+        """Take new tokens in; returns how many were not told before."""
+        known = len(self.columns) - event.offset
+        assert known >= 0, f"{self.trajectory_id}: tokens from {event.offset} on, but only {len(self.columns)} known"
+        news = event.columns.since(known)
+        if news:
+            self.columns.extend(news)
+            self.losses = 0
+            if self.phase is not Phase.DECODING:
+                self.enter(Phase.DECODING)
+        return len(news)
+
+    def preempted(self) -> bool:
+        """Whether this was not told before."""
+        if self.phase is Phase.PREEMPTED:
+            return False
+        self.enter(Phase.PREEMPTED)
+        return True
+
+    def admitted(self, event: Admitted) -> dict[str, int]:
+        """The worker gave it pages; returns what counts of it, which is nothing if it was told before."""
+        first = self.admitted_epoch != self.epoch
+        if not first and self.phase is not Phase.PREEMPTED:
+            return {}
+        self.admitted_epoch = self.epoch
+        known = len(self.prompt_ids) + len(self.columns)
+        whole = event.cached_tokens + event.restored_tokens >= known - 1 > 0
+        phase = Phase.DECODING if whole else Phase.PREFILLING
+        if self.phase is not phase:
+            self.enter(phase)
+        counts = {"recomputed_tokens": event.recomputed_tokens}
+        if first and len(self.workers) > 1:
+            counts |= {"restored_tokens": event.restored_tokens, "cached_tokens": event.cached_tokens}
+            self.resumes.append(Resume(worker=self.workers[-1], **counts))
+        return counts
+
+    def assignment(self, *, slice_tokens: int | None, max_context: int) -> Assignment:
         return Assignment(
             trajectory_id=self.trajectory_id,
             epoch=self.epoch,
@@ -111,7 +142,8 @@ class Record:
             sampling=self.sampling,
             seed=self.seed,
             slice_tokens=slice_tokens,
-            image=self.image,
+            max_context=max_context,
+            image=self.pooled.image,
             kv_tokens=self.kv_tokens,
         )
 
@@ -135,85 +167,3 @@ class Record:
             finished_at=self.finished_at,
             metadata=self.metadata,
         )
-
-
-class Groups:
-    """Every trajectory from submission until its whole group is over and handed out."""
-
-    def __init__(self) -> None:
-        self._records: dict[TrajectoryId, Record] = {}
-        self._groups: dict[GroupId, list[Record]] = {}
-        self._complete: deque[GroupId] = deque()
-        self._submitted = 0
-
-    def add(self, submission: Submission, now: float) -> list[Record]:
-        """New records for a group.
-
-        Raises `DuplicateKeyError` if a group of that id was not handed out yet.
-        """
-        if submission.group_id in self._groups:
-            raise DuplicateKeyError(f"key {submission.group_id!r} is in use by a group that was not handed out yet")
-        group = [
-            Record(
-                trajectory_id=TrajectoryId(f"{submission.group_id}/{index}"),
-                group_id=submission.group_id,
-                sample_index=index,
-                order=self._submitted + index,
-                prompt_ids=submission.prompt_ids,
-                sampling=submission.sampling,
-                seed=seed,
-                submitted_at=now,
-                metadata=submission.metadata,
-            )
-            for index, seed in enumerate(submission.seeds)
-        ]
-        self._submitted += len(group)
-        self._records.update((record.trajectory_id, record) for record in group)
-        self._groups[submission.group_id] = group
-        return group
-
-    def get(self, trajectory_id: TrajectoryId) -> Record | None:
-        return self._records.get(trajectory_id)
-
-    def records(self) -> tuple[Record, ...]:
-        return tuple(self._records.values())
-
-    def resolve(self, ids: Sequence[str] | None) -> tuple[list[Record], tuple[TrajectoryId, ...]]:
-        """The records that `ids` name, each once, and the ids that name none; a group's id names its members."""
-        if ids is None:
-            return list(self._records.values()), ()
-        known: dict[TrajectoryId, Record] = {}
-        unknown: list[TrajectoryId] = []
-        for name in ids:
-            record = self._records.get(TrajectoryId(name))
-            members = [record] if record is not None else self._groups.get(GroupId(name), [])
-            known.update((member.trajectory_id, member) for member in members)
-            if not members:
-                unknown.append(TrajectoryId(name))
-        return list(known.values()), tuple(unknown)
-
-    @property
-    def live(self) -> int:
-        """Groups that were not handed out."""
-        return len(self._groups)
-
-    @property
-    def complete(self) -> int:
-        """Groups that are over and were not handed out."""
-        return len(self._complete)
-
-    def ended(self, record: Record) -> None:
-        """`record` is over; with the last of its group the group is complete."""
-        if all(member.over for member in self._groups[record.group_id]):
-            self._complete.append(record.group_id)
-
-    def take(self, count: int) -> list[Delivery]:
-        """Up to `count` complete groups, first completed first; they are forgotten here."""
-        taken: list[Delivery] = []
-        while self._complete and len(taken) < count:
-            group_id = self._complete.popleft()
-            group = self._groups.pop(group_id)
-            for record in group:
-                del self._records[record.trajectory_id]
-            taken.append(Delivery(group_id=group_id, trajectories=tuple(record.snapshot() for record in group)))
-        return taken

@@ -15,7 +15,6 @@ from rollout.control.messages import (
     Finished,
     Freed,
     Parked,
-    ParkReason,
     Preempted,
     RestoreFailed,
     Sampled,
@@ -106,7 +105,7 @@ class Engine:
         if sequence.status is Status.RESTORING:
             sequence.abort = True
         else:
-            self._park(sequence, ParkReason.ABORT)
+            self._park(sequence)
 
     def release(self, key: SequenceKey) -> None:
         """Free the pages of a parked sequence; nothing happens if it is not parked."""
@@ -175,7 +174,7 @@ class Engine:
                 self._scheduler.restore_failed(sequence)
                 self._tell(RestoreFailed, done.key, error=done.error)
             if sequence.abort:
-                self._park(sequence, ParkReason.ABORT)
+                self._park(sequence)
 
     def _launch(self, plan: Plan) -> None:
         """Start the copies that the plan asks for, and tell what it decided."""
@@ -216,7 +215,7 @@ class Engine:
                 del self._sequences[sequence.key]
                 self._tell(Finished, sequence.key, reason=reason)
             elif sequence.slice_over:
-                self._park(sequence, ParkReason.SLICE)
+                self._park(sequence)
 
     def _fail(self, sequence: Sequence, error: str) -> None:
         self._scheduler.park(sequence)
@@ -224,7 +223,7 @@ class Engine:
         del self._sequences[sequence.key]
         self._tell(Failed, sequence.key, error=error)
 
-    def _park(self, sequence: Sequence, reason: ParkReason) -> None:
+    def _park(self, sequence: Sequence) -> None:
         self._scheduler.park(sequence)
         page_tokens = self._cache.page_tokens
         whole = sequence.computed // page_tokens
@@ -232,7 +231,6 @@ class Engine:
         self._tell(
             Parked,
             sequence.key,
-            reason=reason,
             kv_tokens=sequence.computed,
             prompt_pages=min(sequence.computed, sequence.prompt_tokens) // page_tokens,
             page_keys=keys,
