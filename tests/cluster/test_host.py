@@ -1,0 +1,194 @@
+"""One engine behind its queues, in this process: what polls return, and when the pages of a parked sequence go."""
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rollout.cluster.host import Host
+from rollout.config import load_config
+from rollout.control.messages import Assignment, Failed, Finished, Freed, Parked, Sampled, WorkerEvent
+from rollout.errors import SegmentMissingError
+from rollout.kv.image import verify
+from rollout.kv.restore import Segment
+from rollout.types import Columns, FinishReason, NodeId, SamplingParams, SegmentRun, SequenceKey, TrajectoryId, WorkerId
+from tests.cluster.scene import eventually, settings
+
+PAGE_TOKENS = 16
+PAGES = 15
+PROMPT = tuple(range(4, 44))
+
+
+class NoReader:
+    """Nothing was ever stored."""
+
+    @contextlib.contextmanager
+    def open(self, runs: Sequence[SegmentRun]) -> Iterator[Sequence[Segment]]:
+        raise SegmentMissingError(f"{len(runs)} runs are not stored")
+        yield
+
+
+class Driver:
+    """Polls a host and acknowledges, as the controller does."""
+
+    def __init__(self, host: Host) -> None:
+        self.host = host
+        self.acknowledged = 0
+        self.events: list[WorkerEvent] = []
+
+    def start(
+        self, name: str, *, tokens: int, prompt: tuple[int, ...] = PROMPT, slice_tokens: int | None = None
+    ) -> SequenceKey:
+        assignment = Assignment(
+            trajectory_id=TrajectoryId(name),
+            epoch=1,
+            prompt_ids=prompt,
+            output=Columns(),
+            sampling=SamplingParams(max_new_tokens=tokens, ignore_eos=True),
+            seed=1,
+            slice_tokens=slice_tokens,
+            image=None,
+            kv_tokens=0,
+        )
+        self.host.start(assignment)
+        return (assignment.trajectory_id, assignment.epoch)
+
+    def poll(self) -> list[WorkerEvent]:
+        batch = self.host.poll(self.acknowledged, 0.05)
+        self.acknowledged = batch.number
+        self.events += batch.events
+        return self.events
+
+    def until(self, kind: type[WorkerEvent], name: str) -> WorkerEvent:
+        """The first event of a kind about a trajectory."""
+
+        def find() -> WorkerEvent | None:
+            return next((e for e in self.poll() if isinstance(e, kind) and e.trajectory_id == name), None)
+
+        event = eventually(find)
+        assert event is not None
+        return event
+
+    def ids(self, name: str) -> list[int]:
+        """The tokens told of a trajectory, each told once and in order."""
+        ids: list[int] = []
+        for event in self.events:
+            if isinstance(event, Sampled) and event.trajectory_id == name:
+                assert event.offset == len(ids)
+                ids += event.columns.ids
+        return ids
+
+
+@pytest.fixture
+def make_host(kv_model: Path) -> Iterator[Callable[..., Driver]]:
+    """Hosts with 15 pages of KV; their threads stay, asleep."""
+    threads = torch.get_num_threads()
+
+    def make(export_timeout_s: float = 60.0) -> Driver:
+        config = load_config(
+            settings(
+                kv_model,
+                "none",
+                engine={"kv_bytes": (PAGES + 1) * PAGE_TOKENS * 8192, "max_context_tokens": None},
+                pool={"export_timeout_s": export_timeout_s},
+            )
+        )
+        return Driver(Host(WorkerId("worker"), NodeId("node"), "incarnation", config, "weights", NoReader()))
+
+    yield make
+    torch.set_num_threads(threads)
+
+
+def test_a_batch_is_repeated_until_it_is_acknowledged(make_host: Callable[..., Driver]) -> None:
+    driver = make_host()
+    driver.start("ann", tokens=30)
+    first = eventually(lambda: (batch := driver.host.poll(0, 0.05)).events and batch)
+    assert first is not False
+    assert driver.host.poll(0, 0.05) == first == driver.host.poll(0, 0.0)
+    second = driver.host.poll(first.number, 5.0)
+    assert second.number == first.number + 1
+    driver.events += [*first.events, *second.events]
+    driver.acknowledged = second.number
+    driver.until(Finished, "ann")
+    assert len(driver.ids("ann")) == 30
+
+
+def test_an_exported_page_is_not_reused_before_its_buffer_is_dropped(make_host: Callable[..., Driver]) -> None:
+    driver = make_host()
+    key = driver.start("ann", tokens=100, slice_tokens=30)
+    parked = driver.until(Parked, "ann")
+    assert isinstance(parked, Parked)
+    pages = -(-parked.kv_tokens // PAGE_TOKENS)
+    manifest, buffers = driver.host.export(key, 0, pages)
+    before = [buffer.copy() for buffer in buffers]
+    driver.host.release(key)
+    driver.start("bob", tokens=60, prompt=tuple(range(100, 200)))
+    driver.until(Finished, "bob")
+    assert all(np.array_equal(now, then) for now, then in zip(buffers, before, strict=True))
+    fingerprint = driver.host.description.fingerprint
+    verify(manifest, buffers, range(pages), parked.kv_tokens, fingerprint)
+    assert driver.host.stats.engine.parked == 1
+    assert driver.host.stats.exporting == 1
+    del buffers
+    gc.collect()
+    freed = driver.until(Freed, "ann")
+    assert isinstance(freed, Freed)
+    assert freed.exclusive_pages == freed.freed_pages == pages
+    counts = driver.host.stats.engine.pages
+    assert (counts.private, counts.reserved, counts.free + counts.tree) == (0, 0, PAGES)
+    with pytest.raises(SegmentMissingError):
+        driver.host.export(key, 0, 1)
+
+
+def test_pages_that_nobody_releases_are_freed_after_the_deadline(make_host: Callable[..., Driver]) -> None:
+    driver = make_host(export_timeout_s=0.2)
+    key = driver.start("ann", tokens=100, slice_tokens=30)
+    driver.until(Parked, "ann")
+    driver.until(Freed, "ann")
+    with pytest.raises(SegmentMissingError):
+        driver.host.export(key, 0, 1)
+    assert driver.host.stats.engine.pages.private == 0
+
+
+def test_a_released_sequence_is_freed_once_however_often_it_is_released(make_host: Callable[..., Driver]) -> None:
+    driver = make_host()
+    key = driver.start("ann", tokens=100, slice_tokens=10)
+    driver.until(Parked, "ann")
+    for _ in range(3):
+        driver.host.release(key)
+    driver.until(Freed, "ann")
+    driver.host.release(key)
+    driver.host.stop(key)
+    driver.start("bob", tokens=5)
+    driver.until(Finished, "bob")
+    assert sum(isinstance(event, Freed) for event in driver.events) == 1
+
+
+def test_a_stop_parks_with_every_token_told_before(make_host: Callable[..., Driver]) -> None:
+    driver = make_host()
+    key = driver.start("ann", tokens=150)
+    eventually(lambda: len(driver.poll()) > 0 and len(driver.ids("ann")) >= 5)
+    driver.host.stop(key)
+    parked = driver.until(Parked, "ann")
+    assert isinstance(parked, Parked)
+    assert parked.kv_tokens == len(PROMPT) + len(driver.ids("ann")) - 1
+    told = driver.events.index(parked)
+    assert not any(isinstance(event, Sampled) for event in driver.events[told:])
+
+
+def test_an_assignment_that_cannot_run_fails_alone(make_host: Callable[..., Driver]) -> None:
+    driver = make_host()
+    driver.start("long", tokens=5, prompt=(5,) * PAGES * PAGE_TOKENS)
+    driver.start("strange", tokens=5, prompt=(5, 320))
+    driver.start("ann", tokens=5)
+    finished = driver.until(Finished, "ann")
+    assert isinstance(finished, Finished)
+    assert finished.reason is FinishReason.LENGTH
+    for name, error in {"long": "PromptTooLongError: long: 240 tokens", "strange": "InvalidPromptError"}.items():
+        failed = driver.until(Failed, name)
+        assert isinstance(failed, Failed)
+        assert failed.error.startswith(error)
