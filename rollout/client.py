@@ -30,7 +30,6 @@ from rollout.types import (
     ResumeReport,
     SamplingParams,
     Then,
-    TrajectoryId,
     trajectory_seed,
 )
 
@@ -47,8 +46,8 @@ class _All(Enum):
 ALL: Final = _All.ALL
 """Every trajectory that was not handed out."""
 
-Ids = Sequence[TrajectoryId | GroupId | str] | Literal[_All.ALL]
-"""Trajectory ids; a group's id stands for all its members."""
+Ids = str | Sequence[str] | Literal[_All.ALL]
+"""One trajectory id or several; a group's id stands for all its members."""
 
 
 class AsyncRollout:
@@ -63,7 +62,7 @@ class AsyncRollout:
         self._max_context = description.max_context
         self._vocab_size = description.vocab_size
         self._sampling = description.config.sampling.resolve(description.generation_defaults)
-        self._keys = (f"{key_prefix}{number}" for number in itertools.count())
+        self._keys = (f"auto-{key_prefix}{number}" for number in itertools.count())
         self._on_close = on_close
         self._closed = False
         self._arrived: set[str] = set()
@@ -71,6 +70,30 @@ class AsyncRollout:
         self._abandoned: set[str] = set()
         """Those whose answer nobody got."""
         self.tokenizer = Tokenizer(description.tokenizer)
+
+    @classmethod
+    async def start(cls, config: Config | Mapping[str, Any] | Path | str) -> Self:
+        """As `rollout.start`, without blocking the event loop."""
+        return await asyncio.to_thread(cls._start, config)
+
+    @classmethod
+    async def connect(cls, name: str = "rollout", address: str | None = None) -> Self:
+        """As `rollout.connect`, without blocking the event loop."""
+        return await asyncio.to_thread(cls._connect, name, address)
+
+    @classmethod
+    def _start(cls, config: Config | Mapping[str, Any] | Path | str) -> Self:
+        service = launch.launch(config if isinstance(config, Config) else load_config(config))
+        try:
+            return cls(service.controller, service.description, key_prefix="", on_close=service.close)
+        except BaseException:
+            service.close()
+            raise
+
+    @classmethod
+    def _connect(cls, name: str, address: str | None) -> Self:
+        controller, description = launch.connect(name, address)
+        return cls(controller, description, key_prefix=f"{uuid.uuid4().hex[:8]}-", on_close=None)
 
     @property
     def config(self) -> Config:
@@ -97,8 +120,9 @@ class AsyncRollout:
         `chat` (default: run.chat) a string is one user message. Seeds follow from the run seed, or
         `sampling.seed`, and the key, so equal keys draw equal tokens.
 
-        Raises `InvalidPromptError`, `PromptTooLongError`, `InvalidSamplingError` or `DuplicateKeyError`;
-        nothing of the call is queued then, but for a duplicate key what came before it.
+        Raises `InvalidPromptError`, `PromptTooLongError`, `InvalidSamplingError` or `DuplicateKeyError`, and
+        nothing of the call is queued. Equal submissions of one key are one, so a call that timed out can be
+        repeated.
         """
         several = _several(prompts)
         if n < 1:
@@ -207,6 +231,8 @@ class Rollout:
     def __init__(self, aio: AsyncRollout) -> None:
         self.aio = aio
         self._loop = asyncio.new_event_loop()
+        self._scheduling = threading.Lock()
+        self._ended = False
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollout-client", daemon=True)
         self._thread.start()
 
@@ -251,8 +277,10 @@ class Rollout:
 
     def close(self) -> None:
         """As `AsyncRollout.close`."""
-        if self._loop.is_closed():
-            return
+        with self._scheduling:
+            if self._ended:
+                return
+            self._ended = True
         asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -275,13 +303,18 @@ class Rollout:
         await asyncio.gather(*waiting, return_exceptions=True)
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        if self._loop.is_closed():
-            work.close()
-            raise ServiceClosedError("this client was closed")
+        with self._scheduling:
+            if self._ended:
+                work.close()
+                raise ServiceClosedError("this client was closed")
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
-            return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+            return future.result()
         except CancelledError:
             raise ServiceClosedError("this client was closed while the call waited") from None
+        except BaseException:
+            future.cancel()  # an interrupt here must not leave the call to take groups for nobody
+            raise
 
 
 def start(config: Config | Mapping[str, Any] | Path | str) -> Rollout:
@@ -290,13 +323,7 @@ def start(config: Config | Mapping[str, Any] | Path | str) -> Rollout:
     `config` is a configuration, a mapping, or the path of a YAML file. The service ends with `close`, or
     with this process. Raises `ConfigError` for what cannot work and `DeadlineError` if it is not up in time.
     """
-    resolved = config if isinstance(config, Config) else load_config(config)
-    service = launch.launch(resolved)
-    try:
-        return Rollout(AsyncRollout(service.controller, service.description, key_prefix="", on_close=service.close))
-    except BaseException:
-        service.close()
-        raise
+    return Rollout(AsyncRollout._start(config))
 
 
 def connect(name: str = "rollout", address: str | None = None) -> Rollout:
@@ -304,8 +331,7 @@ def connect(name: str = "rollout", address: str | None = None) -> Rollout:
 
     Raises `ServiceNotFoundError`.
     """
-    controller, description = launch.connect(name, address)
-    return Rollout(AsyncRollout(controller, description, key_prefix=f"{uuid.uuid4().hex[:8]}-", on_close=None))
+    return Rollout(AsyncRollout._connect(name, address))
 
 
 def _several(prompts: Any) -> list[Prompt]:
@@ -315,4 +341,4 @@ def _several(prompts: Any) -> list[Prompt]:
 
 
 def _names(ids: Ids) -> list[str] | None:
-    return None if ids is ALL else [str(name) for name in ids]
+    return None if ids is ALL else [ids] if isinstance(ids, str) else list(ids)

@@ -48,8 +48,9 @@ class EngineConfig(Section):
     """Sequences in the decode batch; in deterministic mode also its fixed size."""
     max_context_tokens: PositiveInt | None = None
     """Longest prompt + output; null: the model's limit. Never more than fits in kv_bytes."""
-    chunk_tokens: PositiveInt = 128
-    """Longest piece of one sequence prefilled in a step; in deterministic mode a multiple of page_tokens."""
+    chunk_tokens: PositiveInt | None = None
+    """Longest piece of one sequence prefilled in a step; null: 128, or page_tokens if that is more. In
+    deterministic mode a multiple of page_tokens."""
     prefill_tokens: PositiveInt = 512
     """Most prompt tokens prefilled in one step, over all sequences."""
     deterministic: bool = False
@@ -131,7 +132,8 @@ class SamplingConfig(Section):
         values = self.model_dump()
         for name, neutral in (("temperature", 1.0), ("top_k", 0), ("top_p", 1.0)):
             if values[name] is None:
-                values[name] = model_defaults.get(name, neutral)
+                default = model_defaults.get(name)
+                values[name] = neutral if default is None else default
         return SamplingParams(**values)
 
     @model_validator(mode="after")

@@ -5,6 +5,7 @@ test can stop the world at any step. Time is a step counter.
 """
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -13,13 +14,12 @@ from typing import Any
 from rollout.config import EngineConfig, ModelConfig
 from rollout.control.controller import Controller
 from rollout.control.messages import (
-    AbortRequested,
     Command,
+    Drop,
     Event,
     Export,
     Exported,
     Release,
-    ResumeRequested,
     Retain,
     Start,
     Stop,
@@ -27,13 +27,14 @@ from rollout.control.messages import (
     WorkerReport,
     WorkerUp,
 )
-from rollout.control.records import Submission
+from rollout.control.records import Record, Submission
 from rollout.engine.assembly import Assembled, assemble
 from rollout.errors import SegmentMissingError
 from rollout.kv.image import describe
 from rollout.kv.restore import Segment
 from rollout.model.spec import read_spec
 from rollout.types import (
+    Delivery,
     GroupId,
     Image,
     Keep,
@@ -81,7 +82,7 @@ class LocalPool:
         return Image(runs=(run,), kv_tokens=tokens)
 
     @contextlib.contextmanager
-    def open(self, runs: Sequence[SegmentRun]) -> Iterator[Sequence[Segment]]:
+    def open(self, runs: Sequence[SegmentRun], deadline: float) -> Iterator[Sequence[Segment]]:
         if missing := [run.segment for run in runs if run.segment not in self.segments]:
             raise SegmentMissingError(f"{missing} are not in the pool")
         self.restores += 1
@@ -106,7 +107,10 @@ class LocalService:
         self.now = 0.0
         self.model = ModelConfig.model_validate({"path": path, "dtype": dtype})
         self.config = EngineConfig.model_validate({"kv_bytes": 8 << 20, "max_running": 4} | engine)
-        self.core = Controller(workers=workers, slice_tokens=slice_tokens, keep=keep, prefer_other=True)
+        self.core = Controller(
+            workers=workers, max_context=2048, slice_tokens=slice_tokens, keep=keep, prefer_other=True
+        )
+        self.calls = itertools.count()
         self.workers: dict[WorkerId, Assembled] = {}
         self.log: list[WorkerEvent] = []
         self.exports: list[Export] | None = None
@@ -120,6 +124,7 @@ class LocalService:
             self.config,
             read_spec(self.model.path),
             reader=self.pool,
+            restore_timeout_s=60.0,
             wake=lambda: None,
             weights_id="weights",
             version=Version(0),
@@ -131,24 +136,26 @@ class LocalService:
             trajectory_seed(request_seed=sampling.seed, run_seed=0, key=key, sample_index=index) for index in range(n)
         )
         submission = Submission(group_id=GroupId(key), prompt_ids=tuple(prompt_ids), sampling=sampling, seeds=seeds)
-        self._carry_out(self.core.submit(submission, self.now))
+        self._carry_out(self.core.submit([submission], self.now))
         return [TrajectoryId(f"{key}/{index}") for index in range(n)]
 
     def abort(self, *ids: TrajectoryId, keep: Keep = Keep.POOL, then: Then = Then.HOLD) -> None:
-        self.handle(AbortRequested(trajectory_ids=ids, keep=keep, then=then))
+        _, commands = self.core.abort(ids, keep, then, self.now)
+        self._carry_out(commands)
 
     def resume(self, *ids: TrajectoryId) -> None:
-        self.handle(ResumeRequested(trajectory_ids=ids))
+        _, commands = self.core.resume(ids, self.now)
+        self._carry_out(commands)
 
     def snapshot(self, trajectory: TrajectoryId) -> Trajectory:
-        record = self.core.record(trajectory)
-        assert record is not None, trajectory
-        return record.snapshot()
+        return self.record(trajectory).snapshot()
 
     def phase(self, trajectory: TrajectoryId) -> Phase:
-        record = self.core.record(trajectory)
-        assert record is not None, trajectory
-        return record.phase
+        return self.record(trajectory).phase
+
+    def record(self, trajectory: TrajectoryId) -> Record:
+        (record,), _ = self.core.resolve([trajectory])
+        return record
 
     def step(self) -> None:
         """One step of every worker that has something to do."""
@@ -179,7 +186,10 @@ class LocalService:
         """Step until `groups` groups are finished; returns their trajectories."""
         self.step_until(lambda: self.core.complete_groups >= groups)
         self.step_until(lambda: all(assembled.engine.idle for assembled in self.workers.values()))
-        return {t.trajectory_id: t for delivery in self.core.take(groups) for t in delivery.trajectories}
+        return {t.trajectory_id: t for delivery in self.take(groups) for t in delivery.trajectories}
+
+    def take(self, groups: int) -> list[Delivery]:
+        return self.core.take(groups, f"call {next(self.calls)}")
 
     def handle(self, event: Event) -> None:
         self._carry_out(self.core.handle(event, self.now))
@@ -201,7 +211,7 @@ class LocalService:
                     self.exports.append(command)
                 case Export():
                     self.export(command)
-                case Retain():
+                case Retain() | Drop():
                     pass
 
     def export(self, order: Export) -> None:

@@ -55,11 +55,15 @@ class Host:
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._exports = Exports(self._wake)
         torch.set_num_threads(self._threads)
+        engine = config.engine
+        if engine.device == "auto" and not config.cluster.gpus_per_worker:
+            engine = engine.model_copy(update={"device": "cpu"})  # Ray may let this process see GPUs all the same
         assembled = assemble(
             config.model,
-            config.engine,
+            engine,
             read_spec(config.model.path),
             reader=reader,
+            restore_timeout_s=config.pool.restore_timeout_s,
             wake=self._wake,
             weights_id=self._weights_id,
             version=Version(0),

@@ -42,7 +42,7 @@ class Worker:
         Raises `ConfigError` if the configuration and this machine do not fit together.
         """
         if self._host is None:
-            reader = PoolReader(self._config.cluster.name, self._config.pool.restore_timeout_s)
+            reader = PoolReader(self._config.cluster.name)
             node = NodeId(ray.get_runtime_context().get_node_id())
             self._host = Host(self._worker, node, self._incarnation, self._config, self._weights_id, reader)
         return self._host.description

@@ -27,6 +27,11 @@ from rollout.types import Version
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 CPU_KV_BYTES = 1 << 30
 CUDA_KV_SHARE = 0.85
+PAGE_TOKENS = 16
+CHUNK_TOKENS = 128
+FLASH_PAGE_TOKENS = 256
+FLASH_HEAD_DIM = 256
+"""Largest that flash-attn 2 has kernels for."""
 KV_LAYOUT = 1
 """Version of the page layout, part of the fingerprint."""
 
@@ -41,51 +46,59 @@ class Assembled:
     max_context: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """Where and how attention runs, and the sizes that follow from it."""
+
+    device: torch.device
+    attention: Literal["torch", "flash"]
+    page_tokens: int
+    chunk_tokens: int
+
+
 def assemble(
     model: ModelConfig,
     config: EngineConfig,
     spec: ModelSpec,
     *,
     reader: ImageReader,
+    restore_timeout_s: float,
     wake: Callable[[], None],
     weights_id: str,
     version: Version,
 ) -> Assembled:
     """Load the model and build an engine around it.
 
-    Raises `ConfigError` for a device that is not there and sizes that do not fit together.
+    Raises `ConfigError` for a device that is not there and for what does not fit together.
     """
-    device = _device(config.device)
-    kernel: Literal["torch", "flash"]
-    kernel = config.attention if config.attention != "auto" else "flash" if device.type == "cuda" else "torch"
-    attention = make_attention(kernel, deterministic=config.deterministic)
-    page_tokens = config.page_tokens or (256 if kernel == "flash" else 16)
-    check_sizes(config, page_tokens, kernel)
-    decoder = load_decoder(model.path, spec, DTYPES[model.dtype], device)
-    pages = _page_count(config, spec, DTYPES[model.dtype], page_tokens, device)
+    dtype = DTYPES[model.dtype]
+    kernel = choose_kernel(config, spec, dtype)
+    attention = make_attention(kernel.attention, deterministic=config.deterministic)
+    decoder = load_decoder(model.path, spec, dtype, kernel.device)
+    pages = _page_count(config, spec, dtype, kernel)
     storage = KVStorage(
         pages=pages,
         layers=spec.layers,
-        page_tokens=page_tokens,
+        page_tokens=kernel.page_tokens,
         kv_heads=spec.kv_heads,
         head_dim=spec.head_dim,
-        dtype=DTYPES[model.dtype],
-        device=device,
+        dtype=dtype,
+        device=kernel.device,
     )
     limits = Limits(
         max_running=config.max_running,
-        chunk_tokens=config.chunk_tokens,
+        chunk_tokens=kernel.chunk_tokens,
         prefill_tokens=config.prefill_tokens,
         deterministic=config.deterministic,
     )
-    fingerprint = _fingerprint(model, config, spec, attention.name, page_tokens, device)
-    cache = KVCache(pages, page_tokens)
-    max_context = min(spec.max_context_tokens, config.max_context_tokens or sys.maxsize, pages * page_tokens)
+    fingerprint = _fingerprint(config, spec, model.dtype, attention.name, kernel)
+    cache = KVCache(pages, kernel.page_tokens)
+    max_context = min(spec.max_context_tokens, config.max_context_tokens or sys.maxsize, pages * kernel.page_tokens)
     engine = Engine(
-        runner=Runner(decoder, attention, storage, Sampler(spec.vocab_size, device), limits),
+        runner=Runner(decoder, attention, storage, Sampler(spec.vocab_size, kernel.device), limits),
         scheduler=Scheduler(cache, limits, weights_id),
         cache=cache,
-        restorer=Restorer(storage, fingerprint, reader, wake),
+        restorer=Restorer(storage, fingerprint, reader, timeout_s=restore_timeout_s, wake=wake),
         fingerprint=fingerprint,
         vocab_size=spec.vocab_size,
         eos_ids=spec.eos_token_ids,
@@ -97,61 +110,81 @@ def assemble(
     return Assembled(engine=engine, storage=storage, fingerprint=fingerprint, max_context=max_context)
 
 
-def check_sizes(config: EngineConfig, page_tokens: int, kernel: str) -> None:
-    """Refuse page and chunk sizes that cannot work together."""
-    if kernel == "flash" and page_tokens % 256:
-        raise ConfigError(f"engine.page_tokens: got {page_tokens}, flash attention needs a multiple of 256")
-    if config.deterministic and config.chunk_tokens % page_tokens:
+def choose_kernel(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> Kernel:
+    """Resolve what the configuration leaves open, and refuse what cannot work together."""
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("engine.device: got cuda, but this worker sees no GPU (cluster.gpus_per_worker: 1)")
+    on_cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
+    reasons = [
+        reason
+        for reason, holds in (
+            ("device cpu", not on_cuda),
+            ("model.dtype float32", dtype is torch.float32),
+            (f"head_dim {spec.head_dim}", spec.head_dim > FLASH_HEAD_DIM or spec.head_dim % 8 != 0),
+        )
+        if holds
+    ]
+    if config.attention == "flash" and reasons:
         raise ConfigError(
-            f"engine.chunk_tokens: got {config.chunk_tokens}, deterministic mode needs a multiple of "
+            f"engine.attention: got flash with {' and '.join(reasons)}, allowed: cuda, bfloat16, "
+            f"head_dim a multiple of 8 up to {FLASH_HEAD_DIM}"
+        )
+    attention: Literal["torch", "flash"] = "flash" if config.attention != "torch" and not reasons else "torch"
+    page_tokens = config.page_tokens or (FLASH_PAGE_TOKENS if attention == "flash" else PAGE_TOKENS)
+    chunk_tokens = config.chunk_tokens or max(CHUNK_TOKENS, page_tokens)
+    if attention == "flash" and page_tokens % FLASH_PAGE_TOKENS:
+        raise ConfigError(
+            f"engine.page_tokens: got {page_tokens}, flash attention needs a multiple of {FLASH_PAGE_TOKENS}"
+        )
+    if config.deterministic and chunk_tokens % page_tokens:
+        raise ConfigError(
+            f"engine.chunk_tokens: got {chunk_tokens}, deterministic mode needs a multiple of "
             f"engine.page_tokens ({page_tokens})"
         )
+    return Kernel(
+        device=torch.device("cuda" if on_cuda else "cpu"),
+        attention=attention,
+        page_tokens=page_tokens,
+        chunk_tokens=chunk_tokens,
+    )
 
 
-def _device(name: Literal["auto", "cpu", "cuda"]) -> torch.device:
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("engine.device: got cuda, but this worker sees no GPU (cluster.gpus_per_worker: 1)")
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
-
-
-def _page_count(
-    config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, page_tokens: int, device: torch.device
-) -> int:
+def _page_count(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, kernel: Kernel) -> int:
     if config.kv_bytes is not None:
         budget = int(config.kv_bytes)
-    elif device.type == "cuda":
-        budget = int(torch.cuda.mem_get_info(device)[0] * CUDA_KV_SHARE)
+    elif kernel.device.type == "cuda":
+        budget = int(torch.cuda.mem_get_info(kernel.device)[0] * CUDA_KV_SHARE)
     else:
         budget = CPU_KV_BYTES
-    page_bytes = page_tokens * spec.layers * 2 * spec.kv_heads * spec.head_dim * dtype.itemsize
+    page_bytes = kernel.page_tokens * spec.layers * 2 * spec.kv_heads * spec.head_dim * dtype.itemsize
     pages = budget // page_bytes - 1
     if pages < 1:
         raise ConfigError(f"engine.kv_bytes: got {budget}, allowed: at least two pages of {page_bytes} bytes")
     return pages
 
 
-def _fingerprint(
-    model: ModelConfig, config: EngineConfig, spec: ModelSpec, attention: str, page_tokens: int, device: torch.device
-) -> Fingerprint:
+def _fingerprint(config: EngineConfig, spec: ModelSpec, dtype: str, attention: str, kernel: Kernel) -> Fingerprint:
     """Everything but weights that the bytes of a page depend on; in deterministic mode bit for bit."""
     facts: dict[str, object] = {
-        "architecture": repr(spec),
-        "dtype": model.dtype,
-        "page_tokens": page_tokens,
+        "architecture": spec.architecture,
+        "sizes": [spec.layers, spec.hidden, spec.intermediate, spec.heads, spec.kv_heads, spec.head_dim],
+        "vocab_size": spec.vocab_size,
+        "norm_eps": spec.norm_eps,
+        "rope": repr(spec.rope),
+        "qkv_bias": spec.qkv_bias,
+        "dtype": dtype,
+        "page_tokens": kernel.page_tokens,
         "layout": KV_LAYOUT,
         "byteorder": sys.byteorder,
         "attention": attention,
     }
     if config.deterministic:
+        on_cuda = kernel.device.type == "cuda"
         facts |= {
             "torch": torch.__version__,
-            "device": torch.cuda.get_device_name(device)
-            if device.type == "cuda"
-            else torch.backends.cpu.get_cpu_capability(),
+            "device": torch.cuda.get_device_name() if on_cuda else torch.backends.cpu.get_cpu_capability(),
             "threads": torch.get_num_threads(),
-            "chunk_tokens": config.chunk_tokens,
+            "chunk_tokens": kernel.chunk_tokens,
             "decode_rows": config.max_running,
         }
     text = json.dumps(facts, sort_keys=True)

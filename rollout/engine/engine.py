@@ -6,7 +6,6 @@ keeps its pages until it is released; an abort takes effect at once, without ano
 """
 
 import math
-from typing import Any
 
 from rollout.control.messages import (
     Admitted,
@@ -23,12 +22,12 @@ from rollout.control.messages import (
 from rollout.engine.runner import Draw, Runner
 from rollout.engine.scheduler import Admission, Plan, Scheduler
 from rollout.engine.sequence import Sequence, Status
-from rollout.errors import InvalidPromptError, PromptTooLongError
+from rollout.errors import DeadlineError, InvalidPromptError, KVError, PromptTooLongError, SegmentError
 from rollout.kv.cache import KVCache
 from rollout.kv.keys import Fingerprint, page_keys, root_key
 from rollout.kv.restore import Restorer
 from rollout.metrics import EngineStats
-from rollout.types import Columns, SequenceKey, Version
+from rollout.types import Columns, NodeId, SegmentId, SequenceKey, Version
 
 
 class Engine:
@@ -80,22 +79,23 @@ class Engine:
         Raises `PromptTooLongError` or `InvalidPromptError`; nothing is queued then.
         """
         prompt = assignment.prompt_ids
-        if len(prompt) + len(assignment.output) >= self._max_context:
+        max_context = min(self._max_context, assignment.max_context)
+        if len(prompt) + len(assignment.output) >= max_context:
             raise PromptTooLongError(
                 f"{assignment.trajectory_id}: {len(prompt) + len(assignment.output)} tokens, "
-                f"allowed: fewer than the context of {self._max_context}"
+                f"allowed: fewer than the context of {max_context}"
             )
         if not prompt or not all(0 <= token < self._vocab_size for token in prompt):
             raise InvalidPromptError(f"{assignment.trajectory_id}: token ids must be in 0 … {self._vocab_size - 1}")
         sequence = Sequence(
-            assignment, eos_ids=self._eos_ids, max_context=self._max_context, deterministic=self._deterministic
+            assignment, eos_ids=self._eos_ids, max_context=max_context, deterministic=self._deterministic
         )
         assert sequence.key not in self._sequences, f"{sequence.key} submitted twice"
         self._sequences[sequence.key] = sequence
         self._scheduler.add(sequence)
 
     def abort(self, key: SequenceKey) -> None:
-        """Park a sequence at once; while its restore is under way, as soon as that is completed.
+        """Park a sequence at once; if its restore has begun, as soon as that is completed.
 
         Nothing happens if the sequence is already parked, over or unknown.
         """
@@ -103,16 +103,21 @@ class Engine:
         if sequence is None or sequence.status is Status.PARKED:
             return
         if sequence.status is Status.RESTORING:
-            sequence.abort = True
-        else:
-            self._park(sequence)
+            if not self._restorer.cancel(key):
+                sequence.abort = True
+                return
+            del self._admissions[key]
+            self._scheduler.restore_cancelled(sequence)
+        self._park(sequence)
 
     def release(self, key: SequenceKey) -> None:
         """Free the pages of a parked sequence; nothing happens if it is not parked."""
         freed = self._scheduler.release(key)
         if freed is not None:
             del self._sequences[key]
-            self._tell(Freed, key, exclusive_pages=freed.exclusive, freed_pages=freed.freed)
+            self._events.append(
+                Freed(trajectory_id=key[0], epoch=key[1], exclusive_pages=freed.exclusive, freed_pages=freed.freed)
+            )
 
     def parked_pages(self, key: SequenceKey) -> tuple[int, ...]:
         """Page numbers of a parked sequence; nobody writes to them until it is released."""
@@ -172,7 +177,7 @@ class Engine:
                 self._tell_admitted(admission)
             else:
                 self._scheduler.restore_failed(sequence)
-                self._tell(RestoreFailed, done.key, error=done.error)
+                self._events.append(_restore_failed(sequence, done.error))
             if sequence.abort:
                 self._park(sequence)
 
@@ -180,7 +185,7 @@ class Engine:
         """Start the copies that the plan asks for, and tell what it decided."""
         for sequence in plan.preempted:
             self._preemptions += 1
-            self._tell(Preempted, sequence.key)
+            self._events.append(Preempted(trajectory_id=sequence.trajectory_id, epoch=sequence.epoch))
         for admission in plan.admitted:
             sequence = admission.sequence
             if sequence.status is not Status.RESTORING:
@@ -209,11 +214,13 @@ class Engine:
             reason = sequence.accept(draw.token, draw.logprob, self._version)
             self._sampled += 1
             columns = Columns([draw.token], [draw.logprob], [self._version])
-            self._tell(Sampled, sequence.key, offset=offset, columns=columns)
+            self._events.append(
+                Sampled(trajectory_id=sequence.trajectory_id, epoch=sequence.epoch, offset=offset, columns=columns)
+            )
             if reason is not None:
                 self._scheduler.finish(sequence)
                 del self._sequences[sequence.key]
-                self._tell(Finished, sequence.key, reason=reason)
+                self._events.append(Finished(trajectory_id=sequence.trajectory_id, epoch=sequence.epoch, reason=reason))
             elif sequence.slice_over:
                 self._park(sequence)
 
@@ -221,30 +228,42 @@ class Engine:
         self._scheduler.park(sequence)
         self._scheduler.release(sequence.key)
         del self._sequences[sequence.key]
-        self._tell(Failed, sequence.key, error=error)
+        self._events.append(Failed(trajectory_id=sequence.trajectory_id, epoch=sequence.epoch, error=error))
 
     def _park(self, sequence: Sequence) -> None:
         self._scheduler.park(sequence)
         page_tokens = self._cache.page_tokens
         whole = sequence.computed // page_tokens
         keys = page_keys(self._root, sequence.tokens, pages=whole, page_tokens=page_tokens, weights_id=self._weights_id)
-        self._tell(
-            Parked,
-            sequence.key,
-            kv_tokens=sequence.computed,
-            prompt_pages=min(sequence.computed, sequence.prompt_tokens) // page_tokens,
-            page_keys=keys,
+        self._events.append(
+            Parked(
+                trajectory_id=sequence.trajectory_id,
+                epoch=sequence.epoch,
+                kv_tokens=sequence.computed,
+                prompt_pages=min(sequence.computed, sequence.prompt_tokens) // page_tokens,
+                page_keys=keys,
+            )
         )
 
     def _tell_admitted(self, admission: Admission) -> None:
         self._cached += admission.cached_tokens
-        self._tell(
-            Admitted,
-            admission.sequence.key,
-            cached_tokens=admission.cached_tokens,
-            restored_tokens=admission.restored_tokens,
-            recomputed_tokens=admission.recomputed_tokens,
+        self._events.append(
+            Admitted(
+                trajectory_id=admission.sequence.trajectory_id,
+                epoch=admission.sequence.epoch,
+                cached_tokens=admission.cached_tokens,
+                restored_tokens=admission.restored_tokens,
+                recomputed_tokens=admission.recomputed_tokens,
+            )
         )
 
-    def _tell(self, kind: type[WorkerEvent], key: SequenceKey, **fields: Any) -> None:
-        self._events.append(kind(trajectory_id=key[0], epoch=key[1], **fields))
+
+def _restore_failed(sequence: Sequence, error: KVError | DeadlineError) -> RestoreFailed:
+    bad = error if isinstance(error, SegmentError) and error.node and error.segment else None
+    return RestoreFailed(
+        trajectory_id=sequence.trajectory_id,
+        epoch=sequence.epoch,
+        error=f"{type(error).__name__}: {error}",
+        node=NodeId(str(bad.node)) if bad is not None else None,
+        segment=SegmentId(str(bad.segment)) if bad is not None else None,
+    )

@@ -21,6 +21,11 @@ from rollout.types import SamplingParams
 CANDIDATES = (1024, 8192)
 """How many of the best tokens top-p tries before it sorts the whole vocabulary."""
 
+SCRATCH_BYTES = 512 << 20
+"""What a GPU may spend on the temporaries of one call."""
+ROW_COPIES = 6
+"""Temporaries of four bytes a token that a row takes."""
+
 _UNIT = (1 - 2**-24) * 2**-31
 """Scales 31 bits to below 1, also where fp32 rounded them up."""
 
@@ -73,7 +78,7 @@ class Sampler:
         assert logits_RV.shape[1] == self._vocab_size, f"{logits_RV.shape[1]} logits, {self._vocab_size} tokens"
         # On a CPU a row stays in the cache from the first operation to the last, and every row has the same bits
         # wherever it stands, since threads and vectors split each in the same way.
-        step = 1 if self._device.type == "cpu" else max(rows, 1)
+        step = 1 if self._device.type == "cpu" else max(1, SCRATCH_BYTES // (ROW_COPIES * 4 * self._vocab_size))
         ids_R = torch.empty(rows, dtype=torch.int64, device=self._device)
         logprobs_R = torch.empty(rows, dtype=torch.float32, device=self._device)
         for start in range(0, rows, step):

@@ -109,6 +109,11 @@ class Scheduler:
         sequence.status = Status.RUNNING
         self.share(sequence)
 
+    def restore_cancelled(self, sequence: Sequence) -> None:
+        """The copy never began: only what came from the tree has KV."""
+        self._cache.settle(sequence.pages)
+        sequence.status = Status.RUNNING
+
     def restore_failed(self, sequence: Sequence) -> None:
         """The copy failed: the sequence starts again without its image."""
         self._cache.settle(sequence.pages)
@@ -156,7 +161,7 @@ class Scheduler:
         for sequence in list(self._running):
             if sequence.status is not Status.RUNNING or sequence.needs_prefill:
                 continue
-            while sequence not in preempted:
+            while sequence.status is Status.RUNNING:
                 if self._cache.grow(sequence.pages, self._cache.pages_for(sequence.computed + 1)):
                     break
                 victim = next(s for s in reversed(self._running) if s.status is Status.RUNNING)
@@ -177,31 +182,32 @@ class Scheduler:
         for sequence in list(self._waiting):
             if len(self._running) >= self._limits.max_running:
                 break
-            if self._sibling_computes_next(sequence):
+            cached = self._stored(sequence)
+            if self._sibling_computes(sequence, cached + self._unit):
                 continue
-            admission = self._open(sequence)
-            if admission is None:
+            if not self._fits(sequence, cached):
                 break
             self._waiting.remove(sequence)
             self._running.append(sequence)
-            admitted.append(admission)
+            admitted.append(self._open(sequence, cached))
         return tuple(admitted)
 
-    def _open(self, sequence: Sequence) -> Admission | None:
+    def _fits(self, sequence: Sequence, cached: int) -> bool:
+        """Whether there are pages for what it knows, and one more for each running sequence."""
+        cache = self._cache
+        pages, evictable = cache.stored_pages(self._weights_id, sequence.tokens, cached)
+        need = cache.pages_for(len(sequence.tokens)) - pages + len(self._running)
+        return need <= cache.available - evictable
+
+    def _open(self, sequence: Sequence, cached: int) -> Admission:
         """Pages for a sequence: the longest useful prefix of the tree, then its image, then fresh ones."""
         cache = self._cache
-        cached = self._stored(sequence)
-        holding = cache.open(sequence.assignment.trajectory_id, self._weights_id, sequence.tokens, cached)
-        need = cache.pages_for(len(sequence.tokens)) - len(holding.table)
-        headroom = len(self._running)
+        holding = cache.open(sequence.trajectory_id, self._weights_id, sequence.tokens, cached)
         image_tokens = sequence.image.kv_tokens if sequence.image is not None else 0
-        if need + headroom > cache.available:
-            cache.close(holding, keep_exclusive=True)
-            return None
         restored = max(0, image_tokens - cached)
         grown = not restored or cache.grow(holding, cache.pages_for(image_tokens), reserved=True)
         grown = grown and cache.grow(holding, cache.pages_for(len(sequence.tokens)))
-        assert grown, (need, cache.counts)
+        assert grown, (len(sequence.tokens), cache.counts)
         sequence.status = Status.RESTORING if restored else Status.RUNNING
         sequence.holding = holding
         sequence.computed = cached
@@ -221,12 +227,11 @@ class Scheduler:
         """Tokens of the longest prefix that the sequence can take from the tree."""
         unit = self._unit
         end = sequence.reusable_end // unit * unit
-        stored = self._cache.stored_pages(self._weights_id, sequence.tokens, end) * self._cache.page_tokens
-        return stored // unit * unit
+        pages, _ = self._cache.stored_pages(self._weights_id, sequence.tokens, end)
+        return pages * self._cache.page_tokens // unit * unit
 
-    def _sibling_computes_next(self, sequence: Sequence) -> bool:
-        """Whether a running prefill is about to write the next pages that this sequence could reuse."""
-        end = self._stored(sequence) + self._unit
+    def _sibling_computes(self, sequence: Sequence, end: int) -> bool:
+        """Whether a running prefill is about to write positions up to `end` that this sequence could reuse."""
         if end > sequence.reusable_end:
             return False
         return any(

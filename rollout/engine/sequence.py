@@ -9,7 +9,7 @@ from enum import StrEnum
 
 from rollout.control.messages import Assignment
 from rollout.kv.cache import Holding
-from rollout.types import Columns, FinishReason, SequenceKey, Version
+from rollout.types import Columns, FinishReason, SequenceKey, TrajectoryId, Version
 
 
 class Status(StrEnum):
@@ -59,8 +59,16 @@ class Sequence:
         self.abort = False
 
     @property
+    def trajectory_id(self) -> TrajectoryId:
+        return self.assignment.trajectory_id
+
+    @property
+    def epoch(self) -> int:
+        return self.assignment.epoch
+
+    @property
     def key(self) -> SequenceKey:
-        return (self.assignment.trajectory_id, self.assignment.epoch)
+        return (self.trajectory_id, self.epoch)
 
     @property
     def prompt_tokens(self) -> int:

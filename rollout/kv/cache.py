@@ -37,10 +37,6 @@ class Holding:
         self.reserved = 0
         """Own pages that a copy is writing to."""
 
-    @property
-    def private(self) -> int:
-        return len(self.table) - self.shared - self.reserved
-
 
 class KVCache:
     """Page tables for sequences, with sharing through the tree and eviction when pages run out."""
@@ -51,7 +47,6 @@ class KVCache:
         self._tree = RadixTree(page_tokens)
         self._private = 0
         self._reserved = 0
-        self.hit_tokens = 0
         self.evicted_pages = 0
 
     @property
@@ -76,17 +71,15 @@ class KVCache:
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_tokens)
 
-    def stored_pages(self, weights_id: str, tokens: Sequence[int], max_tokens: int) -> int:
-        """Whole pages of `tokens[:max_tokens]` that the tree holds."""
+    def stored_pages(self, weights_id: str, tokens: Sequence[int], max_tokens: int) -> tuple[int, int]:
+        """Whole pages of `tokens[:max_tokens]` that the tree holds, and how many of them `available` counts."""
         return self._tree.stored_pages(weights_id, tokens, max_tokens // self.page_tokens)
 
     def open(self, owner: TrajectoryId, weights_id: str, tokens: Sequence[int], max_tokens: int) -> Holding:
         """A holding of the longest stored prefix of `tokens[:max_tokens]`, locked."""
         node = self._tree.match(weights_id, tokens, max_tokens // self.page_tokens, owner)
         self._tree.lock(node)
-        holding = Holding(owner, node, _path_pages(node))
-        self.hit_tokens += holding.shared * self.page_tokens
-        return holding
+        return Holding(owner, node, _path_pages(node))
 
     def grow(self, holding: Holding, pages: int, *, reserved: bool = False) -> bool:
         """Extend the table to `pages` pages, evicting from the tree if need be; False if there is no room.
@@ -142,16 +135,17 @@ class KVCache:
         """Give up a holding. Its own pages are freed, and unless `keep_exclusive` also those of the tree
         that no other trajectory ever used."""
         assert holding.reserved == 0, "close during a copy"
+        free = self._allocator.free
         own = holding.table[holding.shared :]
         self._private -= len(own)
-        freed = self._allocator.give(own)
+        self._allocator.give(own)
         self._tree.unlock(holding.node)
-        exclusive = self._tree.exclusive(holding.node, holding.owner)
+        exclusive = len(own) + sum(len(node.pages) for node in self._tree.exclusive(holding.node, holding.owner))
         if not keep_exclusive:
-            freed += self._allocator.give(self._tree.remove_exclusive(holding.node, holding.owner))
+            self._allocator.give(self._tree.remove_exclusive(holding.node, holding.owner))
         holding.table = []
         holding.shared = 0
-        return FreedPages(exclusive=len(own) + sum(len(node.pages) for node in exclusive), freed=freed)
+        return FreedPages(exclusive=exclusive, freed=self._allocator.free - free)
 
     def audit(self, holdings: Iterable[Holding]) -> None:
         """Recompute every counter from the structures; asserts with the numbers if one is wrong."""

@@ -72,20 +72,21 @@ class RadixTree:
                 node.owner = None
         return node
 
-    def stored_pages(self, weights_id: str, tokens: Sequence[int], max_pages: int) -> int:
-        """How many pages `match` would find; changes nothing."""
+    def stored_pages(self, weights_id: str, tokens: Sequence[int], max_pages: int) -> tuple[int, int]:
+        """How many pages `match` would find, and how many of them are evictable now; changes nothing."""
         node = self.root(weights_id)
-        done = 0
+        done = evictable = 0
         while done < max_pages:
             child = node.children.get(self._chunk(tokens, done))
             if child is None:
                 break
             common = self._common(child, tokens, done, max_pages)
             done += common
+            evictable += 0 if child.locks else common
             if common < len(child.chunks):
                 break
             node = child
-        return done
+        return done, evictable
 
     def insert(
         self, node: Node, tokens: Sequence[int], pages: list[int], owner: TrajectoryId

@@ -6,6 +6,7 @@ only when it is completed. The thread makes plain copies and runs no torch opera
 """
 
 import contextlib
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -29,10 +30,10 @@ class Segment:
 class ImageReader(Protocol):
     """Where segments come from."""
 
-    def open(self, runs: Sequence[SegmentRun]) -> contextlib.AbstractContextManager[Sequence[Segment]]:
-        """The segment of each run, valid inside the context.
+    def open(self, runs: Sequence[SegmentRun], deadline: float) -> contextlib.AbstractContextManager[Sequence[Segment]]:
+        """The segment of each run, valid inside the context; waits until `deadline` (monotonic clock) at most.
 
-        Raises `KVError` or `DeadlineError`; returns before the reader's own deadline.
+        Raises `KVError` or `DeadlineError`.
         """
         ...
 
@@ -43,19 +44,27 @@ class Restored:
 
     key: SequenceKey
     tokens: int
-    error: str | None
+    error: KVError | DeadlineError | None
 
 
 class Restorer:
     """Runs restores one after the other and reports their completion."""
 
     def __init__(
-        self, storage: KVStorage, fingerprint: Fingerprint, reader: ImageReader, wake: Callable[[], None]
+        self,
+        storage: KVStorage,
+        fingerprint: Fingerprint,
+        reader: ImageReader,
+        *,
+        timeout_s: float,
+        wake: Callable[[], None],
     ) -> None:
-        """`wake` is called from the copy thread when a restore is completed."""
+        """A restore fails `timeout_s` seconds after it was submitted. `wake` is called from the copy thread when
+        one is completed."""
         self._storage = storage
         self._fingerprint = fingerprint
         self._reader = reader
+        self._timeout_s = timeout_s
         self._wake = wake
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="restore")
         self._pending: dict[SequenceKey, tuple[int, Future[None]]] = {}
@@ -63,9 +72,18 @@ class Restorer:
 
     def submit(self, key: SequenceKey, image: Image, first_page: int, pages: Sequence[int]) -> None:
         """Read pages `first_page`… of `image` into `pages`."""
-        future = self._thread.submit(self._restore, image, first_page, pages)
+        deadline = time.monotonic() + self._timeout_s
+        future = self._thread.submit(self._restore, image, first_page, pages, deadline)
         self._pending[key] = (image.kv_tokens, future)
         future.add_done_callback(lambda _: self._wake())
+
+    def cancel(self, key: SequenceKey) -> bool:
+        """Whether the restore had not begun, and never will; otherwise it goes on to its completion."""
+        _, future = self._pending[key]
+        if future.cancel():
+            del self._pending[key]
+            return True
+        return False
 
     def poll(self) -> list[Restored]:
         """Restores completed since the last call."""
@@ -77,23 +95,26 @@ class Restorer:
             error = future.exception()
             if error is not None and not isinstance(error, (KVError, DeadlineError)):
                 raise error
-            completed.append(Restored(key=key, tokens=tokens, error=str(error) if error else None))
+            completed.append(Restored(key=key, tokens=tokens, error=error))
         return completed
 
     def close(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)
 
-    def _restore(self, image: Image, first_page: int, pages: Sequence[int]) -> None:
+    def _restore(self, image: Image, first_page: int, pages: Sequence[int], deadline: float) -> None:
         page_tokens = self._storage.page_tokens
         if image.pages != -(-image.kv_tokens // page_tokens) or len(pages) != image.pages - first_page:
             raise SegmentDamagedError(f"image of {image.pages} pages for {image.kv_tokens} tokens")
         runs = _from_page(image.runs, first_page)
-        with self._reader.open(runs) as segments:
+        with self._reader.open(runs, deadline) as segments:
             done = 0
             for run, segment in zip(runs, segments, strict=True):
                 part = range(run.first, run.first + run.pages)
                 tokens = min(run.pages * page_tokens, image.kv_tokens - (first_page + done) * page_tokens)
-                verify(segment.manifest, segment.buffers, part, tokens, self._fingerprint)
+                try:
+                    verify(segment.manifest, segment.buffers, part, tokens, self._fingerprint)
+                except SegmentDamagedError as error:
+                    raise SegmentDamagedError(str(error), node=run.node, segment=run.segment) from None
                 targets = pages[done : done + run.pages]
                 self._storage.scatter(targets, tokens, [segment.buffers[index] for index in part])
                 self.restored_bytes += tokens * self._storage.token_bytes

@@ -190,7 +190,7 @@ def test_finish_and_abort_in_the_same_step(path: Path, truth: Trajectory, abort_
     (ended,) = service.run(1).values()
     assert ended.finish_reason is (FinishReason.ABORT if abort_first else FinishReason.LENGTH)
     assert ended.output_ids == truth.output_ids[: last if abort_first else last + 1]
-    assert service.core.take(5) == []
+    assert service.take(5) == []
     assert service.free_pages() == [w.engine.stats.pages.total for w in service.workers.values()]
     service.close()
 
@@ -236,8 +236,7 @@ def test_columns_stay_aligned_after_every_suspension(path: Path) -> None:
     """Case B3."""
     service = LocalService(path, slice_tokens=3, **DETERMINISTIC)
     (trajectory,) = service.submit("p", PROMPT, PARAMS)
-    record = service.core.record(trajectory)
-    assert record is not None
+    record = service.record(trajectory)
     while not record.over:
         service.step()
         snapshot = record.snapshot()

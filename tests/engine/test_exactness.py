@@ -160,6 +160,7 @@ def _warm(service: LocalService, worker: str, prompt: list[int]) -> None:
         sampling=SamplingParams(max_new_tokens=1),
         seed=0,
         slice_tokens=None,
+        max_context=2048,
         image=None,
         kv_tokens=0,
     )
