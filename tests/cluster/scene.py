@@ -191,7 +191,9 @@ def images(service: Rollout) -> dict[TrajectoryId, Image]:
     """Of the trajectories that have one."""
     found: dict[TrajectoryId, Image] = inside(
         controller(service),
-        lambda self: {record.trajectory_id: record.image for record in self._core._groups.records() if record.image},
+        lambda self: {
+            record.trajectory_id: record.pooled.image for record in self._core._groups.records() if record.pooled.image
+        },
     )
     return found
 
