@@ -51,6 +51,7 @@ class Driver:
             sampling=SamplingParams(max_new_tokens=tokens, ignore_eos=True),
             seed=1,
             slice_tokens=slice_tokens,
+            max_context=1 << 20,
             image=None,
             kv_tokens=0,
         )
