@@ -1,10 +1,11 @@
 """A controller on a stage: short names for events, and pools that do what they are told to retain."""
 
+import itertools
 from collections.abc import Sequence
 
+from rollout.control.aborts import AbortTicket
 from rollout.control.controller import Controller
 from rollout.control.messages import (
-    AbortRequested,
     Admitted,
     Command,
     Event,
@@ -15,11 +16,9 @@ from rollout.control.messages import (
     Finished,
     Freed,
     Parked,
-    ParkReason,
     Preempted,
     Release,
     RestoreFailed,
-    ResumeRequested,
     Retain,
     Sampled,
     Start,
@@ -32,6 +31,7 @@ from rollout.control.messages import (
 from rollout.control.records import Record, Submission
 from rollout.types import (
     Columns,
+    Delivery,
     FinishReason,
     GroupId,
     Image,
@@ -51,6 +51,7 @@ W1, W2, W3 = WorkerId("w1"), WorkerId("w2"), WorkerId("w3")
 NODES = {W1: NodeId("n1"), W2: NodeId("n2"), W3: NodeId("n2")}
 T = TrajectoryId("g/0")
 PROMPT = (1, 2, 3, 4, 5)
+CONTEXT = 64
 V = Version(0)
 
 
@@ -87,11 +88,10 @@ def sampled(t: TrajectoryId = T, epoch: int = 1, *, offset: int = 0, count: int 
     return Sampled(trajectory_id=t, epoch=epoch, offset=offset, columns=columns(offset, count))
 
 
-def parked(t: TrajectoryId = T, epoch: int = 1, *, kv: int, reason: ParkReason = ParkReason.ABORT) -> Parked:
+def parked(t: TrajectoryId = T, epoch: int = 1, *, kv: int) -> Parked:
     return Parked(
         trajectory_id=t,
         epoch=epoch,
-        reason=reason,
         kv_tokens=kv,
         prompt_pages=1,
         page_keys=tuple(bytes([i]) for i in range(kv // 4)),
@@ -102,8 +102,12 @@ def preempted(t: TrajectoryId = T, epoch: int = 1) -> Preempted:
     return Preempted(trajectory_id=t, epoch=epoch)
 
 
-def restore_failed(t: TrajectoryId = T, epoch: int = 1) -> RestoreFailed:
-    return RestoreFailed(trajectory_id=t, epoch=epoch, error="damaged")
+def restore_failed(
+    t: TrajectoryId = T, epoch: int = 1, *, segment: str | None = None, node: str = "n1"
+) -> RestoreFailed:
+    """`segment` is the one to blame, if it is known."""
+    blamed = (NodeId(node), SegmentId(segment)) if segment is not None else (None, None)
+    return RestoreFailed(trajectory_id=t, epoch=epoch, error="damaged", node=blamed[0], segment=blamed[1])
 
 
 def finished(t: TrajectoryId = T, epoch: int = 1, *, reason: FinishReason = FinishReason.STOP) -> Finished:
@@ -126,14 +130,6 @@ def export_failed(t: TrajectoryId = T, epoch: int = 1) -> ExportFailed:
     return ExportFailed(trajectory_id=t, epoch=epoch, error="the pool is full")
 
 
-def abort(*ids: TrajectoryId, keep: Keep = Keep.AUTO, then: Then = Then.HOLD) -> AbortRequested:
-    return AbortRequested(trajectory_ids=ids or (T,), keep=keep, then=then)
-
-
-def resume(*ids: TrajectoryId) -> ResumeRequested:
-    return ResumeRequested(trajectory_ids=ids or (T,))
-
-
 def retain(*segments: str, t: TrajectoryId = T, node: str = "n1") -> Retain:
     return Retain(node=NodeId(node), trajectory_id=t, segments=frozenset(SegmentId(name) for name in segments))
 
@@ -154,14 +150,19 @@ class Scene:
         *workers: WorkerId,
         size: int | None = None,
         slice_tokens: int | None = None,
-        keep: Keep = Keep.AUTO,
+        keep: Keep = Keep.POOL,
         prefer_other: bool = False,
         room: int = 4,
     ) -> None:
         self.controller = Controller(
-            workers=size or len(workers), slice_tokens=slice_tokens, keep=keep, prefer_other=prefer_other
+            workers=size or len(workers),
+            max_context=CONTEXT,
+            slice_tokens=slice_tokens,
+            keep=keep,
+            prefer_other=prefer_other,
         )
         self.now = 0.0
+        self.calls = itertools.count(1)
         self.retained: dict[tuple[NodeId, TrajectoryId], frozenset[SegmentId]] = {}
         for worker in workers:
             self.up(worker, room=room)
@@ -171,8 +172,32 @@ class Scene:
         return self._fold(self.controller.handle(event, self.now))
 
     def submit(self, group: str = "g", *, n: int = 1, budget: int = 8) -> list[Command]:
+        return self.submit_all(submission(group, n=n, budget=budget))
+
+    def submit_all(self, *submissions: Submission) -> list[Command]:
         self.now += 1.0
-        return self._fold(self.controller.submit(submission(group, n=n, budget=budget), self.now))
+        return self._fold(self.controller.submit(submissions, self.now))
+
+    def abort(self, *ids: str, keep: Keep = Keep.AUTO, then: Then = Then.HOLD) -> list[Command]:
+        """`T`, if no ids are given."""
+        return self.open_abort(*ids, keep=keep, then=then)[1]
+
+    def open_abort(
+        self, *ids: str, keep: Keep = Keep.AUTO, then: Then = Then.HOLD
+    ) -> tuple[AbortTicket, list[Command]]:
+        self.now += 1.0
+        ticket, commands = self.controller.abort(ids or (T,), keep, then, self.now)
+        return ticket, self._fold(commands)
+
+    def resume(self, *ids: str) -> list[Command]:
+        """`T`, if no ids are given."""
+        self.now += 1.0
+        _, commands = self.controller.resume(ids or (T,), self.now)
+        return self._fold(commands)
+
+    def take(self, count: int) -> list[Delivery]:
+        """By a call of its own."""
+        return self.controller.take(count, f"call {next(self.calls)}")
 
     def up(self, worker: WorkerId, incarnation: str = "a", *, room: int = 4) -> list[Command]:
         return self.handle(WorkerUp(worker=worker, node=NODES[worker], incarnation=incarnation, max_running=room))
@@ -186,8 +211,7 @@ class Scene:
         return self.handle(WorkerReport(worker=worker, incarnation=incarnation, events=events))
 
     def record(self, t: TrajectoryId = T) -> Record:
-        record = self.controller.record(t)
-        assert record is not None, t
+        (record,), _ = self.controller.resolve([t])
         return record
 
     @property

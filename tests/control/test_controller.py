@@ -9,7 +9,6 @@ from rollout.control.messages import (
     Export,
     Exported,
     ExportFailed,
-    ParkReason,
     Release,
     Start,
     WorkerEvent,
@@ -29,13 +28,13 @@ from rollout.types import (
     TrajectoryId,
 )
 from tests.control.scene import (
+    CONTEXT,
     NODES,
     PROMPT,
     W1,
     W2,
     Scene,
     T,
-    abort,
     admitted,
     columns,
     export_failed,
@@ -50,7 +49,6 @@ from tests.control.scene import (
     preempted,
     release,
     restore_failed,
-    resume,
     retain,
     sampled,
     starts,
@@ -73,7 +71,7 @@ def decoding(*, worker_count: int = 2, tokens: int = 3, **options: object) -> Sc
 def suspending(**options: object) -> Scene:
     """A scene in which the export of `T` from w1 is under way, after three tokens; it will be held."""
     scene = decoding(**options)  # type: ignore[arg-type]
-    scene.handle(abort())
+    scene.abort()
     only_export(scene.report(W1, parked(kv=7)))
     return scene
 
@@ -88,12 +86,12 @@ def suspended(**options: object) -> Scene:
 def resumed(**options: object) -> Scene:
     """A scene in which `T` was started again from its image, as epoch 2, on w1, the only worker."""
     scene = suspended(worker_count=1, **options)
-    assert starts(scene.handle(resume())) == [(W1, T, 2)]
+    assert starts(scene.resume()) == [(W1, T, 2)]
     return scene
 
 
 def only_trajectory(scene: Scene) -> Trajectory:
-    (delivery,) = scene.controller.take(9)
+    (delivery,) = scene.take(9)
     (trajectory,) = delivery.trajectories
     return trajectory
 
@@ -115,6 +113,7 @@ def test_a_whole_life_with_one_slice_on_each_worker() -> None:
                 sampling=SamplingParams(max_new_tokens=8),
                 seed=0,
                 slice_tokens=3,
+                max_context=CONTEXT,
                 image=None,
                 kv_tokens=0,
             ),
@@ -127,7 +126,7 @@ def test_a_whole_life_with_one_slice_on_each_worker() -> None:
     assert scene.report(W1, sampled(count=2)) == []
     assert scene.phase() is Phase.DECODING
 
-    slice_over = parked(kv=7, reason=ParkReason.SLICE)
+    slice_over = parked(kv=7)
     assert scene.report(W1, sampled(offset=2), slice_over) == [
         Export(
             worker=W1,
@@ -156,6 +155,7 @@ def test_a_whole_life_with_one_slice_on_each_worker() -> None:
                 sampling=SamplingParams(max_new_tokens=8),
                 seed=0,
                 slice_tokens=3,
+                max_context=CONTEXT,
                 image=first_image,
                 kv_tokens=7,
             ),
@@ -171,7 +171,7 @@ def test_a_whole_life_with_one_slice_on_each_worker() -> None:
     assert scene.phase() is Phase.FINISHED
     assert scene.retained == {}
 
-    (delivery,) = scene.controller.take(1)
+    (delivery,) = scene.take(1)
     assert delivery.group_id == "g"
     assert delivery.trajectories == (
         Trajectory(
@@ -210,7 +210,7 @@ def test_a_whole_life_with_one_slice_on_each_worker() -> None:
 def test_a_second_export_names_the_image_it_extends() -> None:
     scene = resumed()
     scene.report(W1, admitted(epoch=2, restored=7), sampled(epoch=2, offset=3, count=2))
-    scene.handle(abort())
+    scene.abort()
     export = only_export(scene.report(W1, parked(epoch=2, kv=9)))
     assert (export.base, export.kv_tokens, export.epoch) == (image(7, "a", "b"), 9, 2)
     assert scene.handle(exported(image(9, "a", "c"), epoch=2)) == [release(epoch=2), retain("a", "c")]
@@ -219,18 +219,18 @@ def test_a_second_export_names_the_image_it_extends() -> None:
 def test_an_image_on_two_nodes_is_retained_on_both_and_dropped_from_both() -> None:
     scene = resumed()
     scene.report(W1, admitted(epoch=2, restored=7), sampled(epoch=2, offset=3, count=2))
-    scene.handle(abort())
+    scene.abort()
     scene.report(W1, parked(epoch=2, kv=9))
     there = image(9, "c", node="n2").runs
     commands = scene.handle(exported(Image(runs=image(7, "a").runs + there, kv_tokens=9), epoch=2))
     assert commands == [release(epoch=2), retain("a"), retain("c", node="n2")]
-    assert scene.handle(abort(then=Then.FINISH)) == [retain(), retain(node="n2")]
+    assert scene.abort(then=Then.FINISH) == [retain(), retain(node="n2")]
 
 
 def test_segments_on_a_node_that_the_next_image_does_not_use_are_dropped() -> None:
     scene = resumed()
     scene.report(W1, admitted(epoch=2, restored=7), sampled(epoch=2, offset=3, count=2))
-    scene.handle(abort())
+    scene.abort()
     scene.report(W1, parked(epoch=2, kv=9))
     assert scene.handle(exported(image(9, "c", node="n2"), epoch=2))[1:] == [retain(), retain("c", node="n2")]
 
@@ -242,7 +242,7 @@ def test_without_a_budget_a_trajectory_finishes_as_length_without_a_worker() -> 
     """Case B1."""
     scene = Scene(W1)
     assert scene.submit(n=2, budget=0) == []
-    (delivery,) = scene.controller.take(1)
+    (delivery,) = scene.take(1)
     assert [t.finish_reason for t in delivery.trajectories] == [FinishReason.LENGTH] * 2
     assert [(t.output_ids, t.workers) for t in delivery.trajectories] == [((), ())] * 2
 
@@ -254,10 +254,10 @@ def test_a_spent_budget_ends_as_length_instead_of_another_start(then: Then) -> N
     if then is Then.REQUEUE:
         assert scene.down(W1) == []
     else:
-        scene.handle(abort())
+        scene.abort()
         assert scene.down(W1) == []
         assert scene.phase() is Phase.SUSPENDED
-        assert scene.handle(resume()) == []
+        assert scene.resume() == []
     trajectory = only_trajectory(scene)
     assert (trajectory.finish_reason, len(trajectory.output_ids)) == (FinishReason.LENGTH, 8)
 
@@ -294,7 +294,7 @@ def test_aborting_one_job_leaves_another_whose_name_begins_alike() -> None:
     scene.submit("job-1")
     scene.submit("job-10")
     one, ten = TrajectoryId("job-1/0"), TrajectoryId("job-10/0")
-    assert scene.handle(abort(one)) == [stop(t=one)]
+    assert scene.abort(one) == [stop(t=one)]
     scene.report(W1, parked(one, kv=0), sampled(ten, count=8), finished(ten, reason=FinishReason.LENGTH))
     assert (scene.phase(one), scene.phase(ten)) == (Phase.SUSPENDED, Phase.FINISHED)
     assert only_trajectory(scene).output_ids == tuple(range(100, 108))
@@ -304,7 +304,7 @@ def test_an_abort_right_after_the_start_stops_it() -> None:
     """Case A4: the stop follows the start to the same worker."""
     scene = Scene(W1)
     assert starts(scene.submit()) == [(W1, T, 1)]
-    assert scene.handle(abort()) == [stop()]
+    assert scene.abort() == [stop()]
     assert scene.report(W1, parked(kv=0)) == [release()]
     assert (scene.phase(), scene.record().columns) == (Phase.SUSPENDED, Columns())
 
@@ -316,7 +316,7 @@ def test_an_abort_before_the_start_takes_effect_at_once(then: Then, phase: Phase
     """Case A4: no worker is up yet."""
     scene = Scene(size=1)
     scene.submit()
-    assert scene.handle(abort(then=then)) == []
+    assert scene.abort(then=then) == []
     assert scene.phase() is phase
     assert starts(scene.up(W1)) == [(W1, T, 1)] * (then is Then.REQUEUE)
 
@@ -325,7 +325,7 @@ def test_aborting_with_zero_tokens_gives_a_clean_empty_result() -> None:
     """Case A2."""
     scene = Scene(W1)
     scene.submit()
-    scene.handle(abort(then=Then.FINISH))
+    scene.abort(then=Then.FINISH)
     scene.report(W1, parked(kv=4))
     trajectory = only_trajectory(scene)
     assert (trajectory.finish_reason, trajectory.output_ids, trajectory.logprobs) == (FinishReason.ABORT, (), ())
@@ -337,16 +337,16 @@ def test_finish_and_abort_in_both_orders_each_twice_report_it_as_completed(abort
     """Case A5: it finished in the step before the abort took effect."""
     scene = decoding()
     if abort_first:
-        assert scene.handle(abort(then=then)) == [stop()]
-        assert scene.handle(abort(then=then)) == []
+        assert scene.abort(then=then) == [stop()]
+        assert scene.abort(then=then) == []
     assert scene.report(W1, finished(), finished()) == []
     assert scene.record().intent is None, "an abort waits for this"
-    assert scene.handle(abort(then=then)) == []
-    assert scene.handle(abort(then=then)) == []
+    assert scene.abort(then=then) == []
+    assert scene.abort(then=then) == []
     trajectory = only_trajectory(scene)
     assert (trajectory.finish_reason, len(trajectory.output_ids)) == (FinishReason.STOP, 3)
     assert scene.controller.counters.suspensions == 0
-    assert scene.controller.take(1) == []
+    assert scene.take(1) == []
 
 
 def test_a_finish_that_is_told_after_the_park_changes_nothing() -> None:
@@ -360,12 +360,12 @@ def test_a_finish_that_is_told_after_the_park_changes_nothing() -> None:
 def test_unknown_ids_are_neither_aborted_nor_resumed_nor_known() -> None:
     """Case A6."""
     scene = decoding()
-    unknown = TrajectoryId("g")
-    assert scene.handle(abort(unknown, then=Then.FINISH)) == []
-    assert scene.handle(resume(unknown)) == []
+    unknown = TrajectoryId("gone/0")
+    assert scene.abort(unknown, then=Then.FINISH) == []
+    assert scene.resume(unknown) == []
     assert scene.report(W1, sampled(unknown), finished(unknown), parked(unknown, kv=3)) == []
     assert scene.handle(export_failed(unknown)) == []
-    assert scene.controller.record(unknown) is None
+    assert scene.controller.resolve([unknown]) == ([], (unknown,))
     assert scene.trajectories == [T]
     assert scene.phase() is Phase.DECODING
 
@@ -380,8 +380,8 @@ def test_what_an_unknown_trajectory_exported_is_dropped_from_the_pool() -> None:
 @pytest.mark.parametrize("first", [Then.HOLD, Then.FINISH, Then.REQUEUE])
 def test_a_second_abort_before_the_park_changes_only_the_outcome(first: Then, second: Then) -> None:
     scene = decoding(worker_count=1)
-    assert scene.handle(abort(then=first)) == [stop()]
-    assert scene.handle(abort(then=second)) == []
+    assert scene.abort(then=first) == [stop()]
+    assert scene.abort(then=second) == []
     commands = scene.report(W1, parked(kv=7))
     if second is Then.FINISH:
         assert commands == [release()]
@@ -397,7 +397,7 @@ def test_a_second_abort_before_the_park_changes_only_the_outcome(first: Then, se
 def test_a_second_abort_during_the_export_changes_only_the_outcome(then: Then, phase: Phase) -> None:
     """Case A7: the pages are released once, after the export was answered."""
     scene = suspending()
-    assert scene.handle(abort(then=then)) == []
+    assert scene.abort(then=then) == []
     assert scene.phase() is Phase.SUSPENDING
     commands = scene.handle(exported(image(7, "a", "b")))
     assert [command for command in commands if isinstance(command, Release)] == [release()]
@@ -407,64 +407,64 @@ def test_a_second_abort_during_the_export_changes_only_the_outcome(then: Then, p
 
 def test_an_abort_that_keeps_nothing_during_the_export_drops_what_was_exported() -> None:
     scene = suspending()
-    assert scene.handle(abort(keep=Keep.NONE)) == []
+    assert scene.abort(keep=Keep.NONE) == []
     assert scene.handle(exported(image(7, "a"))) == [release(), retain("a"), retain()]
-    assert scene.record().image is None
+    assert scene.record().pooled.image is None
 
 
 def test_an_abort_that_keeps_nothing_releases_at_once_and_drops_the_image() -> None:
     scene = resumed()
     scene.report(W1, admitted(epoch=2, restored=7), sampled(epoch=2, offset=3))
-    scene.handle(abort(keep=Keep.NONE))
+    scene.abort(keep=Keep.NONE)
     assert scene.report(W1, parked(epoch=2, kv=8)) == [release(epoch=2), retain()]
-    assert (scene.phase(), scene.record().image) == (Phase.SUSPENDED, None)
-    again = only_start(scene.handle(resume())).assignment
+    assert (scene.phase(), scene.record().pooled.image) == (Phase.SUSPENDED, None)
+    again = only_start(scene.resume()).assignment
     assert (again.image, again.kv_tokens, again.output, again.epoch) == (None, 8, columns(0, 4), 3)
     assert scene.phase() is Phase.PREFILLING
 
 
 def test_an_abort_that_keeps_nothing_drops_the_image_of_a_suspended_one() -> None:
     scene = suspended()
-    assert scene.handle(abort(keep=Keep.NONE)) == [retain()]
-    assert (scene.phase(), scene.record().image) == (Phase.SUSPENDED, None)
+    assert scene.abort(keep=Keep.NONE) == [retain()]
+    assert (scene.phase(), scene.record().pooled.image) == (Phase.SUSPENDED, None)
 
 
 def test_an_abort_that_keeps_nothing_drops_the_image_of_a_queued_one() -> None:
     scene = suspended(worker_count=1)
     scene.down(W1)
-    scene.handle(resume())
+    scene.resume()
     assert scene.phase() is Phase.QUEUED
-    assert scene.handle(abort(keep=Keep.NONE)) == [retain()]
-    assert (scene.phase(), scene.record().image) == (Phase.SUSPENDED, None)
+    assert scene.abort(keep=Keep.NONE) == [retain()]
+    assert (scene.phase(), scene.record().pooled.image) == (Phase.SUSPENDED, None)
 
 
 def test_an_abort_that_keeps_nothing_drops_the_image_though_the_export_failed() -> None:
     scene = resumed()
     scene.report(W1, admitted(epoch=2, restored=7), sampled(epoch=2, offset=3))
-    scene.handle(abort())
+    scene.abort()
     scene.report(W1, parked(epoch=2, kv=8))
-    scene.handle(abort(keep=Keep.NONE))
+    scene.abort(keep=Keep.NONE)
     assert scene.handle(export_failed(epoch=2)) == [release(epoch=2), retain()]
-    assert scene.record().image is None
+    assert scene.record().pooled.image is None
 
 
 def test_an_abort_that_keeps_nothing_drops_the_image_though_the_worker_was_lost() -> None:
     scene = resumed()
-    scene.handle(abort(keep=Keep.NONE))
+    scene.abort(keep=Keep.NONE)
     assert scene.down(W1) == [retain()]
-    assert (scene.phase(), scene.record().image) == (Phase.SUSPENDED, None)
+    assert (scene.phase(), scene.record().pooled.image) == (Phase.SUSPENDED, None)
 
 
 def test_aborting_a_suspended_one_again_holds_it_still() -> None:
     scene = suspended()
-    assert scene.handle(abort()) == []
+    assert scene.abort() == []
     assert (scene.phase(), scene.record().suspensions) == (Phase.SUSPENDED, 1)
-    assert scene.record().image == image(7, "a", "b")
+    assert scene.record().pooled.image == image(7, "a", "b")
 
 
 def test_aborting_a_suspended_one_to_the_end_delivers_it_with_its_tokens() -> None:
     scene = suspended()
-    assert scene.handle(abort(then=Then.FINISH)) == [retain()]
+    assert scene.abort(then=Then.FINISH) == [retain()]
     trajectory = only_trajectory(scene)
     assert (trajectory.finish_reason, trajectory.output_ids) == (FinishReason.ABORT, (100, 101, 102))
     assert trajectory.finished_at == scene.now
@@ -472,7 +472,7 @@ def test_aborting_a_suspended_one_to_the_end_delivers_it_with_its_tokens() -> No
 
 def test_an_abort_to_the_end_releases_without_an_export() -> None:
     scene = decoding()
-    assert scene.handle(abort(then=Then.FINISH)) == [stop()]
+    assert scene.abort(then=Then.FINISH) == [stop()]
     assert scene.report(W1, sampled(offset=3), parked(kv=8)) == [release()]
     trajectory = only_trajectory(scene)
     assert (trajectory.finish_reason, trajectory.output_ids) == (FinishReason.ABORT, (100, 101, 102, 103))
@@ -480,7 +480,7 @@ def test_an_abort_to_the_end_releases_without_an_export() -> None:
 
 def test_an_abort_that_requeues_exports_and_starts_again() -> None:
     scene = decoding(worker_count=1)
-    scene.handle(abort(then=Then.REQUEUE))
+    scene.abort(then=Then.REQUEUE)
     scene.report(W1, parked(kv=7))
     assert starts(scene.handle(exported(image(7, "a")))) == [(W1, T, 2)]
 
@@ -490,17 +490,17 @@ def test_aborting_many_at_once_treats_each_by_its_own_phase() -> None:
     scene.submit(n=3)
     gone = TrajectoryId("g/9")
     third = TrajectoryId("g/2")
-    assert scene.handle(abort(T, gone, U, U, third, then=Then.FINISH)) == [stop()]
+    assert scene.abort(T, gone, U, U, third, then=Then.FINISH) == [stop()]
     assert [scene.phase(t) for t in (T, U, third)] == [Phase.PREFILLING, Phase.FINISHED, Phase.FINISHED]
     scene.report(W1, parked(kv=0))
-    (delivery,) = scene.controller.take(1)
+    (delivery,) = scene.take(1)
     assert [t.finish_reason for t in delivery.trajectories] == [FinishReason.ABORT] * 3
 
 
 def test_an_abort_makes_room_for_who_waits() -> None:
     scene = Scene(W1, room=1)
     scene.submit(n=2)
-    scene.handle(abort())
+    scene.abort()
     assert starts(scene.report(W1, parked(kv=0))) == [(W1, U, 1)]
 
 
@@ -510,7 +510,7 @@ def test_an_abort_makes_room_for_who_waits() -> None:
 def test_a_resume_during_the_export_starts_it_as_soon_as_that_is_answered() -> None:
     """Case C6."""
     scene = suspending()
-    assert scene.handle(resume()) == []
+    assert scene.resume() == []
     assert scene.phase() is Phase.SUSPENDING
     commands = scene.handle(exported(image(7, "a")))
     assert commands[:2] == [release(), retain("a")]
@@ -519,16 +519,16 @@ def test_a_resume_during_the_export_starts_it_as_soon_as_that_is_answered() -> N
 
 def test_a_resume_before_the_park_takes_the_abort_back() -> None:
     scene = decoding(worker_count=1)
-    scene.handle(abort())
-    assert scene.handle(resume()) == []
+    scene.abort()
+    assert scene.resume() == []
     scene.report(W1, parked(kv=7))
     assert starts(scene.handle(exported(image(7, "a")))) == [(W1, T, 2)]
 
 
 def test_a_resume_does_not_save_what_was_aborted_to_the_end() -> None:
     scene = decoding()
-    scene.handle(abort(then=Then.FINISH))
-    assert scene.handle(resume()) == []
+    scene.abort(then=Then.FINISH)
+    assert scene.resume() == []
     scene.report(W1, parked(kv=7))
     assert only_trajectory(scene).finish_reason is FinishReason.ABORT
 
@@ -536,10 +536,10 @@ def test_a_resume_does_not_save_what_was_aborted_to_the_end() -> None:
 def test_resuming_what_is_not_suspended_changes_nothing() -> None:
     scene = Scene(W1, room=1)
     scene.submit(n=2)
-    assert scene.handle(resume(T, U)) == []
+    assert scene.resume(T, U) == []
     assert (scene.phase(T), scene.phase(U)) == (Phase.PREFILLING, Phase.QUEUED)
     scene.report(W1, finished())
-    assert scene.handle(resume(T)) == []
+    assert scene.resume(T) == []
     assert scene.phase(T) is Phase.FINISHED
 
 
@@ -557,9 +557,9 @@ def test_a_resume_is_recorded_once_with_where_its_kv_came_from() -> None:
 def test_what_never_ran_starts_after_a_hold_as_if_new() -> None:
     scene = Scene(size=1)
     scene.submit()
-    scene.handle(abort())
+    scene.abort()
     scene.up(W1)
-    assert starts(scene.handle(resume())) == [(W1, T, 1)]
+    assert starts(scene.resume()) == [(W1, T, 1)]
     counters = scene.controller.counters
     assert (counters.suspensions, counters.resumes, counters.restarts) == (0, 0, 0)
 
@@ -583,7 +583,7 @@ def test_a_preempted_trajectory_decodes_again_on_the_same_worker() -> None:
 def test_a_preempted_trajectory_can_be_parked() -> None:
     scene = decoding()
     scene.report(W1, preempted())
-    assert scene.handle(abort()) == [stop()]
+    assert scene.abort() == [stop()]
     assert scene.report(W1, parked(kv=0)) == [release()]
     assert scene.phase() is Phase.SUSPENDED
 
@@ -591,7 +591,7 @@ def test_a_preempted_trajectory_can_be_parked() -> None:
 def test_an_image_that_cannot_be_restored_is_dropped_and_recomputed() -> None:
     scene = resumed()
     assert scene.report(W1, restore_failed(epoch=2)) == [retain()]
-    assert (scene.phase(), scene.record().image) == (Phase.RESTORING, None)
+    assert (scene.phase(), scene.record().pooled.image) == (Phase.RESTORING, None)
     scene.report(W1, admitted(epoch=2, again=7))
     assert scene.phase() is Phase.PREFILLING
     assert scene.controller.counters.restore_failures == 1
@@ -600,7 +600,7 @@ def test_an_image_that_cannot_be_restored_is_dropped_and_recomputed() -> None:
 
 def test_a_failed_export_is_requeued_without_an_image() -> None:
     scene = suspending(worker_count=1)
-    scene.handle(resume())
+    scene.resume()
     commands = scene.handle(export_failed())
     assert commands[0] == release()
     again = only_start(commands).assignment
@@ -611,7 +611,7 @@ def test_a_failed_export_is_requeued_without_an_image() -> None:
 def test_a_failed_export_is_requeued_with_the_image_it_had() -> None:
     scene = resumed()
     scene.report(W1, admitted(epoch=2, restored=7), sampled(epoch=2, offset=3, count=2))
-    scene.handle(abort(then=Then.REQUEUE))
+    scene.abort(then=Then.REQUEUE)
     scene.report(W1, parked(epoch=2, kv=9))
     commands = scene.handle(export_failed(epoch=2))
     assert commands[0] == release(epoch=2)
@@ -624,33 +624,32 @@ def test_a_failed_export_is_requeued_with_the_image_it_had() -> None:
 def test_what_is_parked_with_no_more_than_its_image_holds_keeps_that_and_is_not_exported(kv: int) -> None:
     """An abort while it waits on the worker, or is being restored."""
     scene = resumed()
-    scene.handle(abort())
+    scene.abort()
     assert scene.report(W1, parked(epoch=2, kv=kv)) == [release(epoch=2)]
-    assert (scene.phase(), scene.record().image) == (Phase.SUSPENDED, image(7, "a", "b"))
+    assert (scene.phase(), scene.record().pooled.image) == (Phase.SUSPENDED, image(7, "a", "b"))
     assert set(scene.retained.values()) == {retain("a", "b").segments}
 
 
 def test_positions_that_once_had_kv_are_not_forgotten_by_a_park_without_pages() -> None:
     """Else recomputing them would not be counted: it is aborted while it waits, and then its image is damaged."""
     scene = resumed()
-    scene.handle(abort())
+    scene.abort()
     scene.report(W1, parked(epoch=2, kv=0))
-    assert only_start(scene.handle(resume())).assignment.kv_tokens == 7
+    assert only_start(scene.resume()).assignment.kv_tokens == 7
 
 
 # Slices -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("keep", [Keep.AUTO, Keep.POOL])
-def test_a_slice_is_exported_and_requeued(keep: Keep) -> None:
-    scene = decoding(worker_count=1, slice_tokens=3, keep=keep)
-    only_export(scene.report(W1, parked(kv=7, reason=ParkReason.SLICE)))
+def test_a_slice_is_exported_and_requeued() -> None:
+    scene = decoding(worker_count=1, slice_tokens=3)
+    only_export(scene.report(W1, parked(kv=7)))
     assert starts(scene.handle(exported(image(7, "a")))) == [(W1, T, 2)]
 
 
 def test_a_slice_that_keeps_nothing_is_requeued_at_once() -> None:
     scene = decoding(worker_count=1, slice_tokens=3, keep=Keep.NONE)
-    commands = scene.report(W1, parked(kv=7, reason=ParkReason.SLICE))
+    commands = scene.report(W1, parked(kv=7))
     assert commands[0] == release()
     again = only_start(commands).assignment
     assert (again.image, again.kv_tokens, again.slice_tokens) == (None, 7, 3)
@@ -658,16 +657,16 @@ def test_a_slice_that_keeps_nothing_is_requeued_at_once() -> None:
 
 def test_an_abort_decides_even_if_the_slice_ends_first() -> None:
     scene = decoding(worker_count=1, slice_tokens=3)
-    assert scene.handle(abort()) == [stop()]
-    only_export(scene.report(W1, parked(kv=7, reason=ParkReason.SLICE)))
+    assert scene.abort() == [stop()]
+    only_export(scene.report(W1, parked(kv=7)))
     scene.handle(exported(image(7, "a")))
     assert scene.phase() is Phase.SUSPENDED
 
 
 def test_an_abort_during_the_export_of_a_slice_holds_it() -> None:
     scene = decoding(worker_count=1, slice_tokens=3)
-    only_export(scene.report(W1, parked(kv=7, reason=ParkReason.SLICE)))
-    assert scene.handle(abort()) == []
+    only_export(scene.report(W1, parked(kv=7)))
+    assert scene.abort() == []
     assert scene.handle(exported(image(7, "a"))) == [release(), retain("a")]
     assert scene.phase() is Phase.SUSPENDED
 
@@ -689,7 +688,8 @@ EVENTS: list[WorkerEvent] = [
 def state(scene: Scene, t: TrajectoryId = T) -> tuple[object, ...]:
     record = scene.record(t)
     values = [getattr(record, field.name) for field in dataclasses.fields(record)]
-    return (*(repr(value) if isinstance(value, list) else value for value in values), len(record.columns))
+    pooled = (record.pooled.image, frozenset(record.pooled._nodes))
+    return (*(repr(value) if isinstance(value, list) else value for value in values), len(record.columns), pooled)
 
 
 @pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)
@@ -717,7 +717,7 @@ def test_an_event_of_another_incarnation_or_of_no_worker_changes_nothing(event: 
         (admitted(cached=2),),
         (admitted(cached=2), sampled(count=3)),
         (admitted(), sampled(count=8), finished(reason=FinishReason.LENGTH)),
-        (admitted(), sampled(count=3), parked(kv=7, reason=ParkReason.SLICE)),
+        (admitted(), sampled(count=3), parked(kv=7)),
         (failed(),),
     ],
     ids=lambda events: "-".join(type(event).__name__ for event in events),
@@ -759,7 +759,7 @@ def test_an_answer_to_an_export_that_arrives_twice_changes_nothing(answer: Expor
 def test_an_answer_to_an_older_export_does_not_end_the_next_one() -> None:
     scene = resumed()
     scene.report(W1, admitted(epoch=2, restored=7), sampled(epoch=2, offset=3))
-    scene.handle(abort())
+    scene.abort()
     only_export(scene.report(W1, parked(epoch=2, kv=8)))
     assert scene.handle(export_failed(epoch=1)) == []
     assert scene.handle(exported(image(7, "a", "b"), epoch=1)) == []
@@ -770,11 +770,11 @@ def test_an_answer_to_an_older_export_does_not_end_the_next_one() -> None:
 def test_what_was_exported_too_late_does_not_cost_the_next_export_what_it_stored() -> None:
     """The pool may have stored the next image already: its answer says what to retain, on the first node too."""
     scene = suspending()
-    scene.handle(resume())
+    scene.resume()
     scene.up(W1, "b", room=0)
     assert starts(scene.handle(export_failed())) == [(W2, T, 2)]
     scene.report(W2, admitted(epoch=2), sampled(epoch=2, offset=3))
-    scene.handle(abort())
+    scene.abort()
     assert only_export(scene.report(W2, parked(epoch=2, kv=8))).node == NODES[W2]
     assert scene.handle(exported(image(7, "late"))) == []
     commands = scene.handle(exported(image(8, "c", node="n2"), epoch=2))
@@ -783,11 +783,11 @@ def test_what_was_exported_too_late_does_not_cost_the_next_export_what_it_stored
 
 def test_what_was_exported_too_late_is_dropped_on_a_node_that_is_in_use_no_more() -> None:
     scene = suspending()
-    scene.handle(resume())
+    scene.resume()
     scene.up(W1, "b", room=0)
     scene.handle(export_failed())
     scene.report(W2, admitted(epoch=2), sampled(epoch=2, offset=3))
-    scene.handle(abort())
+    scene.abort()
     scene.report(W2, parked(epoch=2, kv=8))
     scene.handle(exported(image(8, "c", node="n2"), epoch=2))
     assert scene.handle(exported(image(7, "late"))) == [retain(), retain("c", node="n2")]
@@ -797,24 +797,24 @@ def test_what_was_stored_though_its_export_was_said_to_fail_is_dropped_in_the_en
     """The answer of a pool may get lost."""
     scene = suspending()
     scene.handle(export_failed())
-    assert scene.handle(abort(then=Then.FINISH)) == [retain()]
+    assert scene.abort(then=Then.FINISH) == [retain()]
 
 
 def test_what_was_exported_too_late_is_dropped_from_the_pool() -> None:
     scene = suspending()
     scene.handle(export_failed())
     assert scene.handle(exported(image(7, "a", "b"))) == [retain()]
-    assert scene.record().image is None
+    assert scene.record().pooled.image is None
 
 
 def test_what_was_exported_too_late_does_not_cost_the_image_in_use() -> None:
     scene = resumed()
     scene.report(W1, admitted(epoch=2, restored=7), sampled(epoch=2, offset=3))
-    scene.handle(abort())
+    scene.abort()
     scene.report(W1, parked(epoch=2, kv=8))
     scene.handle(export_failed(epoch=2))
     assert scene.handle(exported(image(8, "a", "late"), epoch=2)) == [retain("a", "b")]
-    assert scene.record().image == image(7, "a", "b")
+    assert scene.record().pooled.image == image(7, "a", "b")
 
 
 # Workers ------------------------------------------------------------------------------------------
@@ -878,7 +878,7 @@ def test_a_worker_lost_during_the_export_waits_for_the_pools_answer() -> None:
     scene = suspending()
     assert scene.down(W1) == []
     assert scene.phase() is Phase.SUSPENDING
-    scene.handle(resume())
+    scene.resume()
     commands = scene.handle(export_failed())
     assert commands[0] == release()
     assert starts(commands) == [(W2, T, 2)]
@@ -891,7 +891,7 @@ def test_a_worker_lost_during_the_export_waits_for_the_pools_answer() -> None:
 )
 def test_an_abort_takes_effect_though_the_worker_was_lost_before_the_park(then: Then, phase: Phase) -> None:
     scene = decoding()
-    scene.handle(abort(then=then))
+    scene.abort(then=then)
     scene.down(W1)
     assert scene.phase() is phase
     assert scene.record().columns == columns(0, 3)
@@ -903,7 +903,7 @@ def test_what_is_held_is_not_touched_by_a_lost_worker() -> None:
     scene = suspended()
     assert scene.down(W1) == []
     assert scene.phase() is Phase.SUSPENDED
-    again = only_start(scene.handle(resume()))
+    again = only_start(scene.resume())
     assert (again.worker, again.assignment.image) == (W2, image(7, "a", "b"))
     assert scene.controller.counters.restarts == 0
 
@@ -912,7 +912,7 @@ def test_a_resume_after_a_restart_is_a_resume_again() -> None:
     scene = decoding()
     assert starts(scene.down(W1)) == [(W2, T, 2)]
     scene.report(W2, admitted(epoch=2), sampled(epoch=2, offset=3))
-    scene.handle(abort(then=Then.REQUEUE))
+    scene.abort(then=Then.REQUEUE)
     scene.report(W2, parked(epoch=2, kv=8))
     assert starts(scene.handle(exported(image(8, "a"), epoch=2))) == [(W2, T, 3)]
     counters = scene.controller.counters
@@ -977,7 +977,7 @@ def test_when_the_last_worker_is_lost_for_good_all_that_waits_fails_and_is_deliv
     assert scene.controller.complete_groups == 0
     scene.report(W1, sampled(count=2))
     scene.down(W1, final=True)
-    deliveries = scene.controller.take(9)
+    deliveries = scene.take(9)
     assert [delivery.group_id for delivery in deliveries] == ["g", "h"]
     everyone = [trajectory for delivery in deliveries for trajectory in delivery.trajectories]
     assert [t.finish_reason for t in everyone] == [FinishReason.ERROR] * 4
@@ -990,7 +990,7 @@ def test_what_comes_or_is_resumed_after_the_last_worker_is_lost_fails_at_once() 
     scene = suspended(worker_count=1)
     scene.down(W1, final=True)
     assert scene.phase() is Phase.SUSPENDED
-    assert scene.handle(resume()) == [retain()]
+    assert scene.resume() == [retain()]
     assert only_trajectory(scene).finish_reason is FinishReason.ERROR
     assert scene.submit("late") == []
     assert only_trajectory(scene).error == "no worker is left: w1: w1 was killed"
@@ -998,7 +998,7 @@ def test_what_comes_or_is_resumed_after_the_last_worker_is_lost_fails_at_once() 
 
 def test_an_export_that_ends_after_the_last_worker_is_lost_fails_what_it_would_requeue() -> None:
     scene = suspending(worker_count=1)
-    scene.handle(resume())
+    scene.resume()
     scene.down(W1, final=True)
     scene.handle(exported(image(7, "a")))
     assert only_trajectory(scene).output_ids == (100, 101, 102)
@@ -1012,7 +1012,7 @@ def test_a_worker_that_cannot_run_a_trajectory_fails_that_one_only() -> None:
     assert starts(scene.report(W1, failed(), sampled(U))) == [(W1, third, 1)]
     assert (scene.phase(T), scene.phase(U)) == (Phase.FAILED, Phase.DECODING)
     scene.report(W1, finished(U), finished(third))
-    (delivery,) = scene.controller.take(1)
+    (delivery,) = scene.take(1)
     assert [(t.finish_reason, t.error) for t in delivery.trajectories] == [
         (FinishReason.ERROR, "PromptTooLongError: 5 tokens"),
         (FinishReason.STOP, None),
@@ -1038,18 +1038,18 @@ def test_finished_groups_are_taken_in_the_order_they_finished_and_forgotten() ->
         scene.submit(group)
     for group in ("c", "a"):
         scene.report(W1, finished(TrajectoryId(f"{group}/0")))
-    assert (scene.controller.complete_groups, scene.controller.live_groups) == (2, 3)
-    assert [delivery.group_id for delivery in scene.controller.take(1)] == ["c"]
-    assert (scene.controller.complete_groups, scene.controller.live_groups) == (1, 2)
-    assert [delivery.group_id for delivery in scene.controller.take(9)] == ["a"]
-    assert scene.controller.record(TrajectoryId("c/0")) is None
+    assert (scene.controller.complete_groups, scene.controller.coming_groups) == (2, 3)
+    assert [delivery.group_id for delivery in scene.take(1)] == ["c"]
+    assert (scene.controller.complete_groups, scene.controller.coming_groups) == (1, 2)
+    assert [delivery.group_id for delivery in scene.take(9)] == ["a"]
+    assert scene.controller.resolve(["c/0"]) == ([], (TrajectoryId("c/0"),))
     assert scene.trajectories == [TrajectoryId("b/0")]
     assert scene.controller.phases == {Phase.PREFILLING: 1}
 
 
 def test_pages_freed_for_a_trajectory_that_was_handed_out_already_are_counted() -> None:
     scene = decoding()
-    scene.handle(abort(then=Then.FINISH))
+    scene.abort(then=Then.FINISH)
     scene.report(W1, parked(kv=7))
     only_trajectory(scene)
     scene.report(W1, freed(exclusive=3, freed=2))

@@ -10,6 +10,7 @@ from rollout.types import Keep, Then, TrajectoryId, WorkerId
 from tests.control.world import WORKERS, World
 
 workers = st.sampled_from(sorted(WORKERS))
+kept = st.sampled_from([Keep.POOL, Keep.POOL, Keep.NONE])
 keeps = st.sampled_from([Keep.AUTO, Keep.POOL, Keep.AUTO, Keep.NONE])
 numbers = st.integers(0, 99)
 sometimes = st.integers(0, 4).map(lambda number: number == 4)
@@ -22,7 +23,7 @@ class ControllerInTheWorld(RuleBasedStateMachine):
 
     @initialize(
         slice_tokens=st.sampled_from([None, 1, 3]),
-        keep=keeps,
+        keep=kept,
         prefer_other=st.booleans(),
         room=st.integers(1, 3),
         up=st.lists(workers, unique=True),
@@ -55,6 +56,10 @@ class ControllerInTheWorld(RuleBasedStateMachine):
     @rule(count=st.integers(0, 3))
     def take(self, count: int) -> None:
         self.world.take(count)
+
+    @rule(count=st.integers(1, 3), told_first=st.booleans())
+    def take_in_vain(self, count: int, told_first: bool) -> None:
+        self.world.take_in_vain(count, told_first=told_first)
 
     @rule(seed=st.integers(0, 2**32), rounds=st.integers(1, 20))
     def live(self, seed: int, rounds: int) -> None:

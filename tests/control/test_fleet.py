@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from rollout.control.fleet import Fleet
 from rollout.control.messages import WorkerUp
+from rollout.control.pooled import Pooled
 from rollout.control.records import Record
 from rollout.types import GroupId, NodeId, SamplingParams, TrajectoryId, WorkerId
 from tests.control.scene import W1, W2, W3
@@ -19,8 +20,9 @@ def make_fleet(rooms: dict[WorkerId, int], *, prefer_other: bool = False, size: 
 
 
 def make_record(order: int, *workers: WorkerId) -> Record:
+    trajectory_id = TrajectoryId(f"t{order}")
     return Record(
-        trajectory_id=TrajectoryId(f"t{order}"),
+        trajectory_id=trajectory_id,
         group_id=GroupId("g"),
         sample_index=order,
         order=order,
@@ -29,6 +31,7 @@ def make_record(order: int, *workers: WorkerId) -> Record:
         seed=0,
         submitted_at=0.0,
         metadata={},
+        pooled=Pooled(trajectory_id),
         workers=[*workers],
     )
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from rollout.control.records import Groups, Record
+from rollout.control.groups import Groups
+from rollout.control.records import Record
 from rollout.errors import DuplicateKeyError
 from rollout.types import FinishReason, GroupId, Phase, TrajectoryId, Version
 from tests.control.scene import columns, submission
@@ -16,7 +17,7 @@ def end(groups: Groups, *records: Record) -> None:
 
 
 def delivered(groups: Groups, count: int = 99) -> list[str]:
-    return [delivery.group_id for delivery in groups.take(count)]
+    return [delivery.group_id for delivery in groups.take(count, "call")]
 
 
 def test_a_group_has_a_record_for_every_seed_in_submission_order() -> None:
@@ -35,10 +36,10 @@ def test_a_group_is_complete_when_its_last_member_is_over() -> None:
     groups = Groups()
     first, second, third = groups.add(submission(n=3), now=0.0)
     end(groups, second, third)
-    assert (groups.complete, groups.take(1)) == (0, [])
+    assert (groups.complete, groups.take(1, "call")) == (0, [])
     end(groups, first)
     assert groups.complete == 1
-    (delivery,) = groups.take(1)
+    (delivery,) = groups.take(1, "call")
     assert [trajectory.sample_index for trajectory in delivery.trajectories] == [0, 1, 2]
 
 
@@ -62,18 +63,19 @@ def test_what_was_taken_is_forgotten_and_nothing_else() -> None:
     assert groups.records() == (other,)
 
 
-def test_a_key_in_use_is_refused_and_changes_nothing() -> None:
+def test_a_key_is_in_use_until_its_group_was_handed_out() -> None:
     groups = Groups()
     (record,) = groups.add(submission("a"), now=0.0)
+    other = submission("a", n=2)
     with pytest.raises(DuplicateKeyError, match="'a'"):
-        groups.add(submission("a", n=2), now=1.0)
-    assert groups.records() == (record,)
+        groups.check([other])
     end(groups, record)
     with pytest.raises(DuplicateKeyError):
-        groups.add(submission("a"), now=1.0)
+        groups.check([other])
+    assert groups.records() == (record,)
     assert delivered(groups) == ["a"]
-    (again,) = groups.add(submission("a"), now=2.0)
-    assert again.order == 1
+    assert groups.check([other]) == [other]
+    assert [again.order for again in groups.add(other, now=2.0)] == [1, 2]
 
 
 def test_a_snapshot_says_all_and_does_not_change_afterwards() -> None:
@@ -101,10 +103,10 @@ def test_ids_of_trajectories_and_groups_are_resolved_each_once() -> None:
     assert groups.resolve([]) == ([], ())
 
 
-def test_groups_are_live_until_they_are_taken() -> None:
+def test_groups_are_coming_until_they_are_taken() -> None:
     groups = Groups()
     for name in "ab":
         end(groups, *groups.add(submission(name), now=0.0))
-    assert (groups.live, groups.complete) == (2, 2)
-    groups.take(1)
-    assert (groups.live, groups.complete) == (1, 1)
+    assert (groups.coming, groups.complete) == (2, 2)
+    groups.take(1, "call")
+    assert (groups.coming, groups.complete) == (1, 1)

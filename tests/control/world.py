@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from rollout.control.controller import Controller
+from rollout.control.aborts import AbortTicket
+from rollout.control.controller import MOST_LOSSES, Controller
 from rollout.control.messages import (
-    AbortRequested,
     Admitted,
     Assignment,
     Command,
+    Drop,
     Event,
     Export,
     Exported,
@@ -24,11 +25,9 @@ from rollout.control.messages import (
     Finished,
     Freed,
     Parked,
-    ParkReason,
     Preempted,
     Release,
     RestoreFailed,
-    ResumeRequested,
     Retain,
     Sampled,
     Start,
@@ -58,6 +57,7 @@ from rollout.types import (
 )
 
 PAGE = 4
+CONTEXT = 99
 WORKERS = {WorkerId("w1"): NodeId("n1"), WorkerId("w2"): NodeId("n1"), WorkerId("w3"): NodeId("n2")}
 PATIENCE = 5000
 """Rounds in which everything must be over once the faults have stopped."""
@@ -123,7 +123,7 @@ class FakeWorker:
                 self.tasks[task.key] = task
             case Stop(trajectory_id=t, epoch=epoch):
                 if (t, epoch) in self.tasks:
-                    self._park(self.tasks[t, epoch], ParkReason.ABORT)
+                    self._park(self.tasks[t, epoch])
             case Release(trajectory_id=t, epoch=epoch):
                 if (kv := self.parked.pop((t, epoch), None)) is not None:
                     pages = -(-kv // PAGE)
@@ -136,8 +136,13 @@ class FakeWorker:
             restored = task.image.kv_tokens if task.image is not None else 0
             lost = task.image is not None and not {run.segment for run in task.image.runs} <= restorable
             if task.image is not None and (lost or (luck is not None and luck.random() < 0.2)):
+                run = luck.choice([None, *task.image.runs]) if luck is not None else None
+                blamed = (run.node, run.segment) if run is not None else (None, None)
+                failure = RestoreFailed(
+                    trajectory_id=t, epoch=epoch, error="damaged", node=blamed[0], segment=blamed[1]
+                )
+                self.outbox.append(failure)
                 task.image = None
-                self.outbox.append(RestoreFailed(trajectory_id=t, epoch=epoch, error="damaged"))
                 return
             task.admitted = True
             task.kv = restored
@@ -165,9 +170,9 @@ class FakeWorker:
                 del self.tasks[task.key]
                 self.outbox.append(Finished(trajectory_id=t, epoch=epoch, reason=reason))
             elif task.sampled == task.assignment.slice_tokens:
-                self._park(task, ParkReason.SLICE)
+                self._park(task)
 
-    def _park(self, task: Task, reason: ParkReason) -> None:
+    def _park(self, task: Task) -> None:
         del self.tasks[task.key]
         self.parked[task.key] = task.kv
         t, epoch = task.key
@@ -177,7 +182,6 @@ class FakeWorker:
             Parked(
                 trajectory_id=t,
                 epoch=epoch,
-                reason=reason,
                 kv_tokens=task.kv,
                 prompt_pages=prompt_pages,
                 page_keys=keys,
@@ -203,7 +207,11 @@ class World:
 
     def __init__(self, *, slice_tokens: int | None, keep: Keep, prefer_other: bool, room: int) -> None:
         self.controller = Controller(
-            workers=len(WORKERS), slice_tokens=slice_tokens, keep=keep, prefer_other=prefer_other
+            workers=len(WORKERS),
+            max_context=CONTEXT,
+            slice_tokens=slice_tokens,
+            keep=keep,
+            prefer_other=prefer_other,
         )
         self.now = 0.0
         self.room = room
@@ -220,6 +228,10 @@ class World:
         self.released: set[SequenceKey] = set()
         self.started: set[SequenceKey] = set()
         self.delivered: list[Trajectory] = []
+        self.returned: list[Trajectory] = []
+        """Handed out to nobody: to be handed out again."""
+        self.calls = 0
+        self.tickets: list[AbortTicket] = []
         self.budgets: dict[TrajectoryId, int] = {}
         self.ended_by_abort: set[TrajectoryId] = set()
         """Asked to end before their time; they may have completed all the same."""
@@ -237,19 +249,40 @@ class World:
             sampling=SamplingParams(max_new_tokens=budget),
             seeds=tuple(range(n)),
         )
-        self.carry_out(self.controller.submit(submission, self.now))
+        self.carry_out(self.controller.submit([submission], self.now))
 
     def abort(self, ids: Sequence[TrajectoryId], keep: Keep, then: Then) -> None:
         if then is Then.FINISH:
             self.ended_by_abort |= set(ids)
-        self.handle(AbortRequested(trajectory_ids=tuple(ids), keep=keep, then=then))
+        self.now += 1
+        ticket, commands = self.controller.abort(ids, keep, then, self.now)
+        self.tickets.append(ticket)
+        self.carry_out(commands)
 
     def resume(self, ids: Sequence[TrajectoryId]) -> None:
-        self.handle(ResumeRequested(trajectory_ids=tuple(ids)))
+        self.now += 1
+        _, commands = self.controller.resume(ids, self.now)
+        self.carry_out(commands)
 
     def take(self, count: int) -> None:
-        for delivery in self.controller.take(count):
-            self.delivered += delivery.trajectories
+        self._take(count, self.delivered)
+
+    def take_in_vain(self, count: int, *, told_first: bool) -> None:
+        """Nobody gets the answer; the controller hears that before it hands out, or after."""
+        if told_first:
+            self.controller.settle_calls(arrived=(), abandoned=[f"call {self.calls + 1}"])
+        handed = self._take(count, self.returned)
+        assert not (handed and told_first)
+        if not told_first:
+            self.controller.settle_calls(arrived=(), abandoned=[f"call {self.calls}"])
+
+    def _take(self, count: int, into: list[Trajectory]) -> int:
+        self.calls += 1
+        deliveries = self.controller.take(count, f"call {self.calls}")
+        handed = [trajectory for delivery in deliveries for trajectory in delivery.trajectories]
+        self.returned = [trajectory for trajectory in self.returned if trajectory not in handed]
+        (self.returned if into is not self.delivered else self.delivered).extend(handed)
+        return len(deliveries)
 
     @property
     def records(self) -> list[Record]:
@@ -268,6 +301,9 @@ class World:
             match command:
                 case Retain(node=node, trajectory_id=t, segments=segments):
                     self.held[node, t] = set(segments) & self.stored
+                case Drop(segment=segment):
+                    for segments in self.held.values():
+                        segments.discard(segment)
                 case Export(worker=worker):
                     self.exports.append((command, self.sites[worker].believed))
                     self.unanswered.add((command.trajectory_id, command.epoch))
@@ -435,15 +471,13 @@ class World:
         """The invariants of the controller's docstring, and that no token is lost, made up or told twice."""
         records = self.records
         fleet = self.controller._fleet
-        assert [record.trajectory_id for record in fleet._queue] == [
-            record.trajectory_id
-            for record in sorted(records, key=lambda record: record.order)
-            if record.phase == "queued"
-        ]
+        queued = [record for record in sorted(records, key=lambda record: record.order) if record.phase == "queued"]
+        assert fleet._returning == [record for record in queued if record.workers]
+        assert fleet._fresh == [record for record in queued if not record.workers]
         running = {t: worker for worker in WORKERS if (seen := fleet.get(worker)) for t in seen.running}
         assert running == {record.trajectory_id: record.worker for record in records if record.on_worker}
         assert all(count <= self.room for count in Counter(running.values()).values())
-        over = [trajectory.trajectory_id for trajectory in self.delivered]
+        over = [trajectory.trajectory_id for trajectory in self.delivered + self.returned]
         assert sorted([*over, *(record.trajectory_id for record in records)]) == sorted(self.budgets)
         assert sum(self.controller.phases.values()) == len(records)
         for record in records:
@@ -463,7 +497,7 @@ class World:
         under_way = {key[0] for key in self.unanswered} | self.loose
         needed: defaultdict[tuple[NodeId, TrajectoryId], set[SegmentId]] = defaultdict(set)
         for record in records:
-            for run in record.image.runs if record.image is not None else ():
+            for run in record.pooled.image.runs if record.pooled.image is not None else ():
                 needed[run.node, record.trajectory_id].add(run.segment)
         for place in {*needed, *self.held}:
             assert needed[place] <= self.held[place]
@@ -486,6 +520,8 @@ class World:
             self.check()
         assert sorted(trajectory.trajectory_id for trajectory in self.delivered) == sorted(self.budgets)
         assert self._quiet()
+        assert not self.returned
+        assert all(ticket.done and not ticket.report().unreached for ticket in self.tickets)
         assert not any(self.held.values())
         for site in self.sites.values():
             assert site.process is None or not (site.process.tasks or site.process.parked)
@@ -509,8 +545,13 @@ class World:
             if trajectory.finish_reason is FinishReason.ABORT:
                 assert trajectory.trajectory_id in self.ended_by_abort
             elif trajectory.finish_reason is FinishReason.ERROR:
-                assert all(site.gone for site in self.sites.values())
-                assert str(trajectory.error).startswith("no worker is left")
+                assert trajectory.error is not None
+                if trajectory.error.startswith("no worker is left"):
+                    assert all(site.gone for site in self.sites.values())
+                else:
+                    assert trajectory.error.startswith(f"{MOST_LOSSES} workers were lost under it")
+                    assert len(trajectory.workers) >= MOST_LOSSES
+                    assert self.controller.counters.workers_lost >= MOST_LOSSES
             else:
                 assert (trajectory.output_ids, trajectory.finish_reason) == (expected, reason)
         counters = self.controller.counters

@@ -65,11 +65,13 @@ class DictReader:
         self.segments: dict[SegmentId, Segment] = {}
         self.error: Exception | None = None
         self.opened: list[tuple[SegmentRun, ...]] = []
+        self.deadlines: list[float] = []
         self.closed = 0
 
     @contextlib.contextmanager
-    def open(self, runs: Sequence[SegmentRun]) -> Iterator[Sequence[Segment]]:
+    def open(self, runs: Sequence[SegmentRun], deadline: float) -> Iterator[Sequence[Segment]]:
         self.opened.append(tuple(runs))
+        self.deadlines.append(deadline)
         if self.error is not None:
             raise self.error
         try:

@@ -51,7 +51,6 @@ class CacheAgainstContents(RuleBasedStateMachine):
         self.contents: dict[int, tuple[str, tuple[int, ...]]] = {}
         self.users: dict[int, set[TrajectoryId]] = {}
         self.evicted = 0
-        self.hits = 0
 
     def pick(self, number: int) -> Sequence:
         return self.open_ones[number % len(self.open_ones)]
@@ -75,13 +74,12 @@ class CacheAgainstContents(RuleBasedStateMachine):
         tokens = OWNERS[owner]
         limit = min(limit, len(tokens))
         expected = self.stored(weights_id, tokens[:limit])
-        assert self.cache.stored_pages(weights_id, tokens, limit) == len(expected)
+        assert self.cache.stored_pages(weights_id, tokens, limit) == (len(expected), len(set(expected) - self.held()))
         holding = self.cache.open(owner, weights_id, tokens, limit)
         assert holding.table == expected
         assert holding.shared == len(expected)
         for page in expected:
             self.users[page].add(owner)
-        self.hits += len(expected) * PAGE
         self.open_ones.append(Sequence(holding, weights_id))
 
     @precondition(lambda self: self.open_ones)
@@ -108,15 +106,18 @@ class CacheAgainstContents(RuleBasedStateMachine):
 
     def in_tree(self, page: int) -> bool:
         weights_id, tokens = self.contents[page]
-        return self.cache.stored_pages(weights_id, tokens, len(tokens)) == len(tokens) // PAGE
+        return self.cache.stored_pages(weights_id, tokens, len(tokens))[0] == len(tokens) // PAGE
 
     @precondition(lambda self: self.open_ones)
     @rule(number=st.integers(0, 99))
     def settle(self, number: int) -> None:
         holding = self.pick(number).holding
-        private = holding.private + holding.reserved
+        counts = self.cache.counts
+        before = holding.reserved
         self.cache.settle(holding)
-        assert (holding.private, holding.reserved) == (private, 0)
+        after = self.cache.counts
+        assert holding.reserved == 0
+        assert (after.private, after.reserved) == (counts.private + before, counts.reserved - before)
 
     @precondition(lambda self: any(not sequence.holding.reserved for sequence in self.open_ones))
     @rule(number=st.integers(0, 99), back=st.integers(0, 6))
@@ -152,6 +153,7 @@ class CacheAgainstContents(RuleBasedStateMachine):
         assert freed.exclusive == len(own) + len(exclusive)
         assert freed.freed == (len(own) if keep else freed.exclusive)
         assert self.cache.counts.free == free + freed.freed
+        assert (holding.table, holding.shared) == ([], 0)
         if not keep:
             self.forget(exclusive)
 
@@ -181,7 +183,6 @@ class CacheAgainstContents(RuleBasedStateMachine):
         assert counts.free == self.total - own - len(self.contents)
         assert self.cache.available == counts.free + len(set(self.contents) - self.held())
         assert self.cache.evicted_pages == self.evicted
-        assert self.cache.hit_tokens == self.hits
 
     def teardown(self) -> None:
         for sequence in self.open_ones:
@@ -220,9 +221,9 @@ def test_a_second_sequence_shares_whole_pages_and_not_the_tail() -> None:
     first, second = filled(cache, ANN, 10), filled(cache, BOB, 10)
     assert first.table[:2] == second.table[:2]
     assert first.table[2] != second.table[2]
-    assert (first.shared, first.private) == (second.shared, second.private) == (2, 1)
+    assert (first.shared, len(first.table)) == (second.shared, len(second.table)) == (2, 3)
+    assert cache.counts.private == 2
     assert cache.counts.free == 10 - 4
-    assert cache.hit_tokens == 8
 
 
 def test_commit_adopts_pages_that_are_stored_and_frees_its_own() -> None:
@@ -245,7 +246,7 @@ def test_closing_frees_all_that_is_exclusive_and_nothing_that_is_shared() -> Non
     assert cache.grow(second, 5)
     cache.commit(second, TOKENS, 17)
     assert cache.close(second, keep_exclusive=False) == FreedPages(exclusive=3, freed=3)
-    assert cache.stored_pages("w", TOKENS, 20) == 2
+    assert cache.stored_pages("w", TOKENS, 20) == (2, 0)
     assert cache.close(first, keep_exclusive=False) == FreedPages(exclusive=0, freed=0)
     assert cache.counts.tree == 2
 
@@ -253,7 +254,7 @@ def test_closing_frees_all_that_is_exclusive_and_nothing_that_is_shared() -> Non
 def test_closing_with_its_pages_kept_leaves_them_for_the_next_one() -> None:
     cache = KVCache(10, PAGE)
     assert cache.close(filled(cache, ANN, 10), keep_exclusive=True) == FreedPages(exclusive=3, freed=1)
-    assert cache.stored_pages("w", TOKENS, 20) == 2
+    assert cache.stored_pages("w", TOKENS, 20) == (2, 2)
     assert cache.available == 10
 
 

@@ -95,7 +95,8 @@ class TreeAgainstDictionary(RuleBasedStateMachine):
     def match(self, user: TrajectoryId, weights_id: str, pages: list[Chunk], limit: int) -> None:
         prefixes: list[Prefix] = [(weights_id, tuple(pages[:end])) for end in range(1, len(pages) + 1)]
         found = list(itertools.takewhile(self.stored.__contains__, prefixes[:limit]))
-        assert self.tree.stored_pages(weights_id, tokens_of(pages), limit) == len(found)
+        unlocked = [prefix for prefix in found if not self.locks(prefix)]
+        assert self.tree.stored_pages(weights_id, tokens_of(pages), limit) == (len(found), len(unlocked))
         node = self.tree.match(weights_id, tokens_of(pages), limit, user)
         assert path_pages(node) == [self.stored[prefix].page for prefix in found]
         self.use(found, user)
@@ -207,7 +208,7 @@ def test_other_weights_never_match() -> None:
     tree = RadixTree(PAGE)
     insert(tree, [A, B], [1, 2])
     assert path_pages(match(tree, [A, B], weights_id="v")) == []
-    assert tree.stored_pages("v", tokens_of([A, B]), 2) == 0
+    assert tree.stored_pages("v", tokens_of([A, B]), 2) == (0, 0)
     assert path_pages(match(tree, [A, B])) == [1, 2]
 
 
@@ -221,7 +222,7 @@ def test_a_page_that_differs_in_its_last_token_does_not_match() -> None:
 def test_a_partly_filled_page_never_matches() -> None:
     tree = RadixTree(PAGE)
     insert(tree, [A, B], [1, 2])
-    assert tree.stored_pages("w", [0, 1, 2], 2) == 1
+    assert tree.stored_pages("w", [0, 1, 2], 2) == (1, 1)
     assert path_pages(tree.match("w", [0, 1, 2], 2, ANN)) == [1]
 
 
@@ -249,7 +250,7 @@ def test_a_second_user_ends_ownership_of_what_it_used_and_of_nothing_else() -> N
 def test_looking_without_matching_changes_nobodys_ownership() -> None:
     tree = RadixTree(PAGE)
     node = insert(tree, [A, B], [1, 2])
-    assert tree.stored_pages("w", tokens_of([A]), 1) == 1
+    assert tree.stored_pages("w", tokens_of([A]), 1) == (1, 1)
     assert [(step.pages, step.owner) for step in path(node)] == [([1, 2], ANN)]
 
 
@@ -281,13 +282,14 @@ def test_a_prefix_is_evicted_after_what_hangs_below_it() -> None:
     assert [tree.evict(1) for _ in range(3)] == [[2], [3], [1]]
 
 
-def test_a_prefix_that_was_in_use_until_now_is_evicted_after_what_was_used_before() -> None:
+@pytest.mark.parametrize("held", [1, 2])
+def test_a_prefix_that_was_in_use_until_now_is_evicted_after_what_was_used_before(held: int) -> None:
     tree = RadixTree(PAGE)
-    node = insert(tree, [A], [1])
-    tree.lock(node)
-    insert(tree, [B], [2])
-    tree.unlock(node)
-    assert [tree.evict(1) for _ in range(2)] == [[2], [1]]
+    nodes = {number: insert(tree, [page], [number]) for number, page in {1: A, 2: B}.items()}
+    tree.lock(nodes[held])
+    match(tree, [{1: B, 2: A}[held]])
+    tree.unlock(nodes[held])
+    assert [tree.evict(1) for _ in range(2)] == [[3 - held], [held]]
 
 
 def test_locked_pages_and_what_is_above_them_are_never_evicted() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.errors import DeadlineError, PoolFullError, SegmentDamagedError, SegmentMissingError
+from rollout.errors import DeadlineError, KVError, PoolFullError, SegmentDamagedError, SegmentMissingError
 from rollout.kv.keys import Fingerprint
 from rollout.kv.restore import Restored, Restorer, Segment
 from rollout.types import Image, SegmentRun, SequenceKey, TrajectoryId
@@ -43,7 +43,9 @@ class Bench:
         self.before = self.target.pages.clone()
         self.reader = DictReader()
         self.woken: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self.restorer = Restorer(self.target, FINGERPRINT, self.reader, lambda: self.woken.put(None))
+        self.restorer = Restorer(
+            self.target, FINGERPRINT, self.reader, timeout_s=PATIENCE_S, wake=lambda: self.woken.put(None)
+        )
 
     def export(self, name: str, pages: Sequence[int], tokens: int) -> None:
         self.reader.put(name, make_segment(self.source, pages, tokens))
@@ -143,7 +145,9 @@ def test_a_missing_segment_fails_the_restore(bench: Bench) -> None:
     export_all(bench)
     del bench.reader.segments[IMAGE.runs[1].segment]
     restored = bench.restore(IMAGE, 0, SOURCES)
-    assert (restored.key, restored.error) == (KEY, "segments ['slice'] are not in the pool")
+    assert restored.key == KEY
+    assert isinstance(restored.error, SegmentMissingError)
+    assert str(restored.error) == "segments ['slice'] are not in the pool"
     assert torch.equal(bench.target.pages, bench.before)
     assert bench.restore(make_image(PAGE, run("prompt", 0, 1)), 0, [1]).error is None
 
@@ -151,10 +155,10 @@ def test_a_missing_segment_fails_the_restore(bench: Bench) -> None:
 @pytest.mark.parametrize(
     "error", [SegmentMissingError("gone"), SegmentDamagedError("bad"), PoolFullError("full"), DeadlineError("late")]
 )
-def test_what_a_reader_may_raise_becomes_the_error_of_the_report(bench: Bench, error: Exception) -> None:
+def test_what_a_reader_may_raise_becomes_the_error_of_the_report(bench: Bench, error: KVError | DeadlineError) -> None:
     bench.reader.error = error
     restored = bench.restore(IMAGE, 0, SOURCES)
-    assert restored == Restored(key=KEY, tokens=TOKENS, error=str(error))
+    assert restored == Restored(key=KEY, tokens=TOKENS, error=error)
 
 
 def test_an_error_that_no_reader_may_raise_is_raised_by_poll(bench: Bench) -> None:
@@ -240,10 +244,10 @@ class Gate(DictReader):
         self.gate = threading.Event()
 
     @contextlib.contextmanager
-    def open(self, runs: Sequence[SegmentRun]) -> Iterator[Sequence[Segment]]:
+    def open(self, runs: Sequence[SegmentRun], deadline: float) -> Iterator[Sequence[Segment]]:
         self.entered.set()
         assert self.gate.wait(PATIENCE_S)
-        with super().open(runs) as segments:
+        with super().open(runs, deadline) as segments:
             yield segments
 
 
@@ -251,7 +255,9 @@ def test_restores_are_reported_once_each_when_they_are_complete(bench: Bench) ->
     export_all(bench)
     woken: queue.SimpleQueue[str] = queue.SimpleQueue()
     gate = Gate(bench.reader)
-    restorer = Restorer(bench.target, FINGERPRINT, gate, lambda: woken.put(threading.current_thread().name))
+    restorer = Restorer(
+        bench.target, FINGERPRINT, gate, timeout_s=PATIENCE_S, wake=lambda: woken.put(threading.current_thread().name)
+    )
     keys: list[SequenceKey] = [(TrajectoryId(f"g/{i}"), 1) for i in range(3)]
     whole, broken = make_image(PAGE, run("prompt", 0, 1)), make_image(PAGE, run("nothing", 0, 1))
     for key, image, page in zip(keys, [whole, broken, whole], [1, 2, 3], strict=True):
@@ -274,7 +280,8 @@ def test_restores_are_reported_once_each_when_they_are_complete(bench: Bench) ->
 def test_closing_waits_for_the_restore_at_work_and_starts_no_other(bench: Bench) -> None:
     export_all(bench)
     gate = Gate(bench.reader)
-    restorer = Restorer(bench.target, FINGERPRINT, gate, gate.gate.set)  # woken first by a restore that is cancelled
+    # Woken first by a restore that is cancelled.
+    restorer = Restorer(bench.target, FINGERPRINT, gate, timeout_s=PATIENCE_S, wake=gate.gate.set)
     for page in (1, 2, 3):
         restorer.submit((TrajectoryId(f"g/{page}"), 1), make_image(PAGE, run("prompt", 0, 1)), 0, [page])
     assert gate.entered.wait(PATIENCE_S)
