@@ -207,6 +207,8 @@ class Controller:
         return []
 
     def _restore_failed(self, record: Record, event: RestoreFailed) -> list[Command]:
+        if record.pooled.image is None:
+            return []  # told before
         self._tally["restore_failures"] += 1
         self._troubles.append(f"{record.trajectory_id}: restore: {event.error}")
         commands = record.pooled.replace(None)

@@ -42,6 +42,7 @@ from rollout.types import (
     SegmentId,
     SegmentRun,
     Then,
+    Trajectory,
     TrajectoryId,
     Version,
     WorkerId,
@@ -49,7 +50,7 @@ from rollout.types import (
 
 W1, W2, W3 = WorkerId("w1"), WorkerId("w2"), WorkerId("w3")
 NODES = {W1: NodeId("n1"), W2: NodeId("n2"), W3: NodeId("n2")}
-T = TrajectoryId("g/0")
+T, U = TrajectoryId("g/0"), TrajectoryId("g/1")
 PROMPT = (1, 2, 3, 4, 5)
 CONTEXT = 64
 V = Version(0)
@@ -248,3 +249,41 @@ def only_export(commands: Sequence[Command]) -> Export:
     (export,) = commands
     assert isinstance(export, Export)
     return export
+
+
+def only_trajectory(scene: Scene) -> Trajectory:
+    (delivery,) = scene.take(9)
+    (trajectory,) = delivery.trajectories
+    return trajectory
+
+
+def decoding(*, worker_count: int = 2, tokens: int = 3, **options: object) -> Scene:
+    """A scene in which `T` decodes on w1 and has sampled `tokens` tokens."""
+    scene = Scene(W1, **options)  # type: ignore[arg-type]
+    scene.submit()
+    scene.report(W1, admitted(), sampled(count=tokens))
+    for worker in (W2,)[: worker_count - 1]:
+        scene.up(worker)
+    return scene
+
+
+def suspending(**options: object) -> Scene:
+    """A scene in which the export of `T` from w1 is under way, after three tokens; it will be held."""
+    scene = decoding(**options)  # type: ignore[arg-type]
+    scene.abort()
+    only_export(scene.report(W1, parked(kv=7)))
+    return scene
+
+
+def suspended(**options: object) -> Scene:
+    """A scene in which `T` is held, with an image in segments a and b."""
+    scene = suspending(**options)
+    scene.handle(exported(image(7, "a", "b")))
+    return scene
+
+
+def resumed(**options: object) -> Scene:
+    """A scene in which `T` was started again from its image, as epoch 2, on w1, the only worker."""
+    scene = suspended(worker_count=1, **options)
+    assert starts(scene.resume()) == [(W1, T, 2)]
+    return scene

@@ -35,8 +35,10 @@ from tests.control.scene import (
     W2,
     Scene,
     T,
+    U,
     admitted,
     columns,
+    decoding,
     export_failed,
     exported,
     failed,
@@ -45,56 +47,19 @@ from tests.control.scene import (
     image,
     only_export,
     only_start,
+    only_trajectory,
     parked,
     preempted,
     release,
     restore_failed,
+    resumed,
     retain,
     sampled,
     starts,
     stop,
+    suspended,
+    suspending,
 )
-
-U = TrajectoryId("g/1")
-
-
-def decoding(*, worker_count: int = 2, tokens: int = 3, **options: object) -> Scene:
-    """A scene in which `T` decodes on w1 and has sampled `tokens` tokens."""
-    scene = Scene(W1, **options)  # type: ignore[arg-type]
-    scene.submit()
-    scene.report(W1, admitted(), sampled(count=tokens))
-    for worker in (W2,)[: worker_count - 1]:
-        scene.up(worker)
-    return scene
-
-
-def suspending(**options: object) -> Scene:
-    """A scene in which the export of `T` from w1 is under way, after three tokens; it will be held."""
-    scene = decoding(**options)  # type: ignore[arg-type]
-    scene.abort()
-    only_export(scene.report(W1, parked(kv=7)))
-    return scene
-
-
-def suspended(**options: object) -> Scene:
-    """A scene in which `T` is held, with an image in segments a and b."""
-    scene = suspending(**options)
-    scene.handle(exported(image(7, "a", "b")))
-    return scene
-
-
-def resumed(**options: object) -> Scene:
-    """A scene in which `T` was started again from its image, as epoch 2, on w1, the only worker."""
-    scene = suspended(worker_count=1, **options)
-    assert starts(scene.resume()) == [(W1, T, 2)]
-    return scene
-
-
-def only_trajectory(scene: Scene) -> Trajectory:
-    (delivery,) = scene.take(9)
-    (trajectory,) = delivery.trajectories
-    return trajectory
-
 
 # A whole life -------------------------------------------------------------------------------------
 

@@ -160,3 +160,53 @@ def test_joining_twice_asserts() -> None:
     fleet = make_fleet({W1: 1})
     with pytest.raises(AssertionError, match="w1 joined twice"):
         fleet.join(WorkerUp(worker=W1, node=NodeId("n"), incarnation="b", max_running=1))
+
+
+def test_a_trajectory_is_taken_out_by_itself_and_not_by_its_place() -> None:
+    fleet = make_fleet({})
+    fresh, returning = [make_record(order) for order in (4, 0, 2)], [make_record(order, W1) for order in (3, 1, 5)]
+    for record in (*fresh, *returning):
+        fleet.enqueue(record)
+    fleet.dequeue(fresh[2])
+    fleet.dequeue(returning[0])
+    assert fleet.drain() == [fresh[1], returning[1], fresh[0], returning[2]]
+
+
+@pytest.mark.parametrize("workers", [(), (W1,)])
+def test_taking_out_what_is_not_queued_asserts_though_another_is_in_its_place(workers: tuple[WorkerId, ...]) -> None:
+    fleet = make_fleet({})
+    fleet.enqueue(make_record(1, *workers))
+    with pytest.raises(AssertionError, match="t1 is not queued"):
+        fleet.dequeue(make_record(1, *workers))
+
+
+def test_what_is_drained_is_in_submission_order_and_gone() -> None:
+    fleet = make_fleet({})
+    records = [make_record(order, *([W1] if order % 3 else [])) for order in range(9)]
+    for record in reversed(records):
+        fleet.enqueue(record)
+    assert fleet.drain() == records
+    assert fleet.drain() == []
+    fleet.join(WorkerUp(worker=W1, node=NodeId("n"), incarnation="a", max_running=9))
+    assert fleet.dispatch() == []
+
+
+def test_with_a_preference_all_room_is_filled_and_none_exceeded() -> None:
+    rooms = {W1: 3, W2: 1, W3: 2}
+    fleet = make_fleet(rooms, prefer_other=True)
+    records = [make_record(order, *([W1] if order < 6 else [])) for order in range(9)]
+    started = dispatch(fleet, *records)
+    assert sorted(worker for _, worker in started) == sorted(W for W, room in rooms.items() for _ in range(room))
+    assert {order for order, worker in started if worker in (W2, W3)} == {0, 1, 2}, "who left w1 goes elsewhere first"
+    assert {order for order, worker in started if worker == W1} == {3, 4, 5}, "and back where only that has room"
+    assert fleet.dispatch() == []
+    assert [record.order for record in fleet.drain()] == [6, 7, 8]
+
+
+def test_with_a_preference_room_that_comes_back_is_filled_again_and_not_exceeded() -> None:
+    fleet = make_fleet({W1: 1, W2: 1}, prefer_other=True)
+    first, second = make_record(0, W1), make_record(1, W2)
+    assert dispatch(fleet, first, second, make_record(2)) == [(0, W2), (1, W1)]
+    first.workers.append(W2)
+    fleet.leave(first)
+    assert dispatch(fleet, first) == [(0, W2)], "older than the new one, and the other worker is full"

@@ -110,3 +110,26 @@ def test_groups_are_coming_until_they_are_taken() -> None:
     assert (groups.coming, groups.complete) == (2, 2)
     groups.take(1, "call")
     assert (groups.coming, groups.complete) == (1, 1)
+
+
+def test_held_members_are_counted_once_for_their_group() -> None:
+    groups = Groups()
+    first, second = groups.add(submission("a", n=2), now=0.0)
+    groups.add(submission("b"), now=0.0)
+    for record in (first, first, second):
+        groups.hold(record)
+    assert groups.coming == 1
+    groups.unhold(first)
+    groups.unhold(first)
+    assert groups.coming == 1
+    groups.unhold(second)
+    assert groups.coming == 2
+
+
+def test_looking_for_what_is_new_adds_nothing() -> None:
+    groups = Groups()
+    a, b = submission("a"), submission("b")
+    groups.add(a, now=0.0)
+    assert groups.check([a, b]) == [b]
+    assert groups.check([a, b]) == [b]
+    assert [record.group_id for record in groups.records()] == ["a"]

@@ -302,8 +302,8 @@ class World:
                 case Retain(node=node, trajectory_id=t, segments=segments):
                     self.held[node, t] = set(segments) & self.stored
                 case Drop(segment=segment):
-                    for segments in self.held.values():
-                        segments.discard(segment)
+                    for held in self.held.values():
+                        held.discard(segment)
                 case Export(worker=worker):
                     self.exports.append((command, self.sites[worker].believed))
                     self.unanswered.add((command.trajectory_id, command.epoch))

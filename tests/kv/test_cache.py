@@ -74,8 +74,11 @@ class CacheAgainstContents(RuleBasedStateMachine):
         tokens = OWNERS[owner]
         limit = min(limit, len(tokens))
         expected = self.stored(weights_id, tokens[:limit])
-        assert self.cache.stored_pages(weights_id, tokens, limit) == (len(expected), len(set(expected) - self.held()))
+        stored, evictable = self.cache.stored_pages(weights_id, tokens, limit)
+        assert (stored, evictable) == (len(expected), len(set(expected) - self.held()))
+        available = self.cache.available
         holding = self.cache.open(owner, weights_id, tokens, limit)
+        assert self.cache.available == available - evictable, "what opening costs is not what looking said"
         assert holding.table == expected
         assert holding.shared == len(expected)
         for page in expected:
@@ -410,3 +413,37 @@ def test_an_audit_finds_a_holding_that_it_is_not_told_of() -> None:
     first, _ = filled(cache, ANN, 8), filled(cache, BOB, 8)
     with pytest.raises(AssertionError, match="locks"):
         cache.audit([first])
+
+
+def shape(cache: KVCache) -> list[tuple[object, ...]]:
+    """All that the tree knows of its pages."""
+    nodes = [node for node in cache._tree.nodes() if node.pages]
+    return [(node, *node.pages, *node.chunks, node.owner, node.locks, node.used_at) for node in nodes]
+
+
+@pytest.mark.parametrize("max_tokens", [0, 3, 4, 8, 12, 20])
+@pytest.mark.parametrize("weights_id", ["w", "v"])
+def test_looking_changes_nothing(weights_id: str, max_tokens: int) -> None:
+    """An admission that finds no room leaves no trace."""
+    cache = KVCache(10, PAGE)
+    holding = filled(cache, ANN, 8)
+    cache.close(filled(cache, BOB, 18), keep_exclusive=True)
+    before, counts, available = shape(cache), cache.counts, cache.available
+    found, evictable = cache.stored_pages(weights_id, TOKENS, max_tokens)
+    assert found == (min(4, max_tokens // PAGE) if weights_id == "w" else 0)
+    assert evictable == max(0, found - 2)
+    assert (shape(cache), cache.counts, cache.available) == (before, counts, available)
+    cache.audit([holding])
+
+
+def test_what_was_only_looked_at_is_evicted_as_if_it_was_not() -> None:
+    cache = KVCache(2, PAGE)
+    for tokens in (TOKENS[:4], TOKENS[4:8]):
+        holding = cache.open(ANN, "w", tokens, 0)
+        assert cache.grow(holding, 1)
+        cache.commit(holding, tokens, 4)
+        cache.close(holding, keep_exclusive=True)
+    assert cache.stored_pages("w", TOKENS, 4) == (1, 1)
+    assert cache.grow(cache.open(BOB, "w", TOKENS, 0), 1)
+    assert cache.stored_pages("w", TOKENS, 4) == (0, 0)
+    assert cache.stored_pages("w", TOKENS[4:], 4) == (1, 1)

@@ -198,7 +198,9 @@ def test_a_damaged_segment_fails_the_restore(bench: Bench, damage: Damage, name:
     segments = {str(segment_id): segment for segment_id, segment in bench.reader.segments.items()}
     bench.reader.put(name, damage(segments[name], page))
     targets = [5, 11, 4, 9, 7, 12, 1]
-    assert bench.restore(IMAGE, 0, targets).error is not None
+    error = bench.restore(IMAGE, 0, targets).error
+    assert isinstance(error, SegmentDamagedError)
+    assert (error.node, error.segment) == ("node", name), "so that the pool can drop it"
     assert bench.reader.closed == 1
     others = [page for page in range(13) if page not in targets]
     assert torch.equal(bench.target.pages[others], bench.before[others])
@@ -224,7 +226,9 @@ def test_pages_that_do_not_fit_the_image_fail_the_restore(
     bench: Bench, image: Image, first_page: int, pages: list[int]
 ) -> None:
     export_all(bench)
-    assert bench.restore(image, first_page, pages).error is not None
+    error = bench.restore(image, first_page, pages).error
+    assert isinstance(error, SegmentDamagedError)
+    assert (error.node, error.segment) == (None, None), "no segment is to blame"
     assert torch.equal(bench.target.pages, bench.before)
 
 
@@ -232,6 +236,16 @@ def test_an_image_that_counts_more_or_fewer_tokens_than_its_tail_holds_is_damage
     export_all(bench)
     for tokens in (TOKENS - 1, TOKENS + 1):
         assert "page 1 has" in str(bench.restore(make_image(tokens, *IMAGE.runs), 0, SOURCES).error)
+
+
+class Clock:
+    """Stands for the module `time`."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
 
 
 class Gate(DictReader):
@@ -242,13 +256,109 @@ class Gate(DictReader):
         self.segments = reader.segments
         self.entered = threading.Event()
         self.gate = threading.Event()
+        self.clock: Clock | None = None
+        """If there is one, what comes after its deadline fails."""
 
     @contextlib.contextmanager
     def open(self, runs: Sequence[SegmentRun], deadline: float) -> Iterator[Sequence[Segment]]:
         self.entered.set()
         assert self.gate.wait(PATIENCE_S)
+        if self.clock is not None and self.clock.monotonic() > deadline:
+            raise DeadlineError("late")
         with super().open(runs, deadline) as segments:
             yield segments
+
+
+class Queue:
+    """Restores of one page each into pages 1…, the first one under way and held up until `gate` opens."""
+
+    def __init__(self, bench: Bench, count: int) -> None:
+        export_all(bench)
+        self.reader = Gate(bench.reader)
+        self.woken: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self.restorer = Restorer(
+            bench.target, FINGERPRINT, self.reader, timeout_s=50.0, wake=lambda: self.woken.put(None)
+        )
+        self.keys: list[SequenceKey] = [(TrajectoryId(f"g/{i}"), 1) for i in range(count)]
+        for page, key in enumerate(self.keys, 1):
+            self.submit(key, page)
+        assert self.reader.entered.wait(PATIENCE_S)
+
+    def submit(self, key: SequenceKey, page: int) -> None:
+        self.restorer.submit(key, make_image(PAGE, run("prompt", 0, 1)), 0, [page])
+
+    def finish(self, count: int) -> list[Restored]:
+        """Open the gate and wait for `count` reports; there are no more."""
+        self.reader.gate.set()
+        reported: list[Restored] = []
+        while len(reported) < count:
+            self.woken.get(timeout=PATIENCE_S)
+            reported += self.restorer.poll()
+        self.restorer.close()
+        assert self.restorer.poll() == []
+        return reported
+
+
+def test_a_restore_that_waits_can_be_cancelled_and_is_never_reported_nor_begun(bench: Bench) -> None:
+    line = Queue(bench, 3)
+    assert line.restorer.cancel(line.keys[1])
+    assert line.restorer.poll() == []
+    assert [restored.key for restored in line.finish(2)] == [line.keys[0], line.keys[2]]
+    assert len(line.reader.opened) == 2
+    assert torch.equal(bench.target.pages[2], bench.before[2])
+
+
+def test_a_restore_that_began_cannot_be_cancelled_and_is_reported(bench: Bench) -> None:
+    line = Queue(bench, 1)
+    assert not line.restorer.cancel(line.keys[0])
+    assert line.finish(1) == [Restored(key=line.keys[0], tokens=PAGE, error=None)]
+    assert page_bytes(bench.target, 1) == page_bytes(bench.source, 7)
+
+
+def test_a_restore_that_is_complete_cannot_be_cancelled_and_is_reported(bench: Bench) -> None:
+    line = Queue(bench, 1)
+    line.reader.gate.set()
+    line.woken.get(timeout=PATIENCE_S)
+    assert not line.restorer.cancel(line.keys[0])
+    assert [restored.key for restored in line.restorer.poll()] == line.keys
+    line.restorer.close()
+
+
+def test_a_cancelled_restore_can_be_submitted_again(bench: Bench) -> None:
+    line = Queue(bench, 2)
+    assert line.restorer.cancel(line.keys[1])
+    line.submit(line.keys[1], 3)
+    assert [restored.key for restored in line.finish(2)] == line.keys
+    assert torch.equal(bench.target.pages[2], bench.before[2])
+    assert page_bytes(bench.target, 3) == page_bytes(bench.source, 7)
+
+
+def test_a_deadline_counts_from_the_submission_however_long_a_restore_waits(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr("rollout.kv.restore.time", clock)
+    line = Queue(bench, 2)
+    clock.now = 130.0
+    line.submit((TrajectoryId("g/9"), 1), 3)
+    clock.now = 1000.0
+    line.finish(3)
+    assert line.reader.deadlines == [150.0, 150.0, 180.0]
+
+
+def test_a_restore_whose_deadline_passed_while_it_waited_fails_and_others_do_not(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr("rollout.kv.restore.time", clock)
+    line = Queue(bench, 2)
+    clock.now = 160.0
+    late = (TrajectoryId("g/9"), 1)
+    line.submit(late, 3)
+    line.reader.clock = clock
+    reported = {restored.key: restored.error for restored in line.finish(3)}
+    assert [isinstance(reported[key], DeadlineError) for key in line.keys] == [True, True]
+    assert reported[late] is None
 
 
 def test_restores_are_reported_once_each_when_they_are_complete(bench: Bench) -> None:
