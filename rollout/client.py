@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any, Final, Literal, Self, TypeVar
 
 from rollout.cluster import launch
+from rollout.cluster.calls import call
 from rollout.cluster.description import ServiceDescription
 from rollout.config import Config, load_config
 from rollout.control.records import Submission
@@ -222,7 +223,7 @@ class AsyncRollout:
     async def _call(self, method: Any, *args: Any, timeout_s: float = CALL_S) -> Any:
         if self._closed:
             raise ServiceClosedError("this client was closed")
-        return await launch.call(method, *args, timeout_s=timeout_s)
+        return await call(method, *args, timeout_s=timeout_s)
 
 
 class Rollout:

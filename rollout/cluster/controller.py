@@ -15,6 +15,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, RayError
 
+from rollout.cluster.calls import one_line
 from rollout.cluster.description import ServiceDescription, WorkerDescription
 from rollout.cluster.pool import start_pool
 from rollout.control.controller import Controller
@@ -171,7 +172,7 @@ class ControllerActor:
         try:
             image, sent = await answer
         except RayError as error:
-            self._export_failed(order, _one_line(error))
+            self._export_failed(order, one_line(error))
             return
         self._handle(Exported(trajectory_id=order.trajectory_id, epoch=order.epoch, image=image, sent_bytes=sent))
 
@@ -217,10 +218,13 @@ class ControllerActor:
                 ray.kill(worker, no_restart=False)
                 return f"no answer for {wait_s + unresponsive_s:g} s"
             except RayError as error:
-                return _one_line(error)
+                return one_line(error)
             if batch.incarnation != described.incarnation:
                 return "its process was restarted"
             acknowledged = batch.number
+            if batch.silent_s > unresponsive_s:
+                ray.kill(worker, no_restart=False)
+                return f"its engine did not finish a step for {batch.silent_s:.0f} s"
             for event in batch.events:
                 if isinstance(event, RestoreFailed):
                     logger.warning("%s: its KV is computed again: %s", event.trajectory_id, event.error)
@@ -246,7 +250,7 @@ class ControllerActor:
                     await asyncio.sleep(RETRY_S)
         except TimeoutError:
             ray.kill(worker)
-        self._down(lost, _one_line(error), final=True)
+        self._down(lost, one_line(error), final=True)
         return None
 
     def _give_up(self, worker: WorkerId, error: str) -> None:
@@ -283,15 +287,8 @@ class ControllerActor:
             self._tasks.discard(task)
             if not task.cancelled() and (error := task.exception()) is not None:
                 logger.error("a background task of the controller failed", exc_info=error)
-                failed(_one_line(error))
+                failed(one_line(error))
 
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(ended)
-
-
-def _one_line(error: BaseException) -> str:
-    """The kind of an error and the first line of what it says."""
-    cause = getattr(error, "cause", None) or error
-    text = str(cause).strip().splitlines()
-    return f"{type(cause).__name__}: {text[0]}" if text else type(cause).__name__

@@ -35,6 +35,8 @@ class Batch:
 
     incarnation: str
     number: int
+    silent_s: float
+    """Seconds since the engine's thread last went round."""
     events: tuple[WorkerEvent, ...]
 
 

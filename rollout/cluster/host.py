@@ -85,6 +85,7 @@ class Host:
         self._unacknowledged: Batch | None = None
         self.stats = self._snapshot()
         """As of the engine's last step."""
+        self._went_round = time.monotonic()
         threading.Thread(target=self._run, name="engine", daemon=True).start()
 
     def start(self, assignment: Assignment) -> None:
@@ -102,16 +103,21 @@ class Host:
 
         The same batch is returned again until it is acknowledged.
         """
+        batch = self._unacknowledged
+        if batch is not None and batch.number > acknowledged:
+            return batch
         with self._changed:
-            batch = self._unacknowledged
-            if batch is not None and batch.number > acknowledged:
-                return batch
             if not self._outbox:
                 self._changed.wait(wait_s)
-            batch = Batch(incarnation=self._incarnation, number=acknowledged + 1, events=_merged(self._outbox))
-            self._outbox = []
-            self._unacknowledged = batch
-            return batch
+            events, self._outbox = self._outbox, []
+        batch = Batch(
+            incarnation=self._incarnation,
+            number=acknowledged + 1,
+            silent_s=time.monotonic() - self._went_round,
+            events=_merged(events),
+        )
+        self._unacknowledged = batch
+        return batch
 
     def export(self, key: SequenceKey, first: int, stop: int) -> tuple[Manifest, list[Buffer]]:
         """Pages [first, stop) of a parked sequence, as the manifest and the data of a segment.
@@ -139,6 +145,7 @@ class Host:
         torch.set_num_threads(self._threads)  # OpenMP counts threads for each calling thread
         try:
             while True:
+                self._went_round = time.monotonic()
                 self._take_messages()
                 for key in self._exports.collect(time.monotonic()):
                     self._engine.release(key)

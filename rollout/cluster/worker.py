@@ -71,7 +71,7 @@ class Worker:
     def poll(self, acknowledged: int, wait_s: float) -> Batch:
         """The next events after batch `acknowledged`, waiting up to `wait_s` seconds for one."""
         if self._host is None:
-            return Batch(incarnation=self._incarnation, number=0, events=())
+            return Batch(incarnation=self._incarnation, number=0, silent_s=0.0, events=())
         return self._host.poll(acknowledged, wait_s)
 
     @ray.method(concurrency_group="data", num_returns=2)

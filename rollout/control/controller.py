@@ -108,16 +108,15 @@ class Controller:
     def resume(self, ids: Sequence[str] | None, now: float) -> tuple[ResumeReport, list[Command]]:
         """Queue what `ids` name (see `resolve`), if it is suspended or about to be."""
         known, unknown = self.resolve(ids)
+        over = tuple(record.trajectory_id for record in known if record.over)
+        resumable = [record for record in known if not record.over]
+        report = ResumeReport(resumed=tuple(record.trajectory_id for record in resumable), unknown=unknown + over)
         commands: list[Command] = []
-        for record in known:
+        for record in resumable:
             if record.phase is Phase.SUSPENDED:
                 commands += self._enqueue(record, now)
             elif record.intent is not None and record.intent.then is not Then.FINISH:
                 record.intent = Intent(keep=record.intent.keep, then=Then.REQUEUE)
-        over = tuple(record.trajectory_id for record in known if record.over)
-        report = ResumeReport(
-            resumed=tuple(record.trajectory_id for record in known if not record.over), unknown=unknown + over
-        )
         return report, commands + self._dispatch()
 
     def resolve(self, ids: Sequence[str] | None) -> tuple[list[Record], tuple[TrajectoryId, ...]]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -116,6 +117,25 @@ def test_a_batch_is_repeated_until_it_is_acknowledged(make_host: Callable[..., D
     driver.acknowledged = second.number
     driver.until(Finished, "ann")
     assert len(driver.ids("ann")) == 30
+
+
+def test_an_engine_that_hangs_is_told_apart_from_an_idle_one(make_host: Callable[..., Driver]) -> None:
+    driver = make_host()
+    assert driver.host.poll(0, 2.0).silent_s < 1.5  # idle, it looks for deadlines all the same
+    begun, gate = threading.Event(), threading.Event()
+    step = driver.host._engine.step
+
+    def hang() -> list[WorkerEvent]:
+        begun.set()
+        assert gate.wait(60)
+        return step()
+
+    driver.host._engine.step = hang
+    driver.start("ann", tokens=3)
+    assert begun.wait(60)
+    assert driver.host.poll(1, 1.5).silent_s > 1.4
+    gate.set()
+    driver.until(Finished, "ann")
 
 
 def test_an_exported_page_is_not_reused_before_its_buffer_is_dropped(make_host: Callable[..., Driver]) -> None:

@@ -1,0 +1,64 @@
+"""Where workers go, and whether the pools fit: by arithmetic on what Ray says it has, before anything is started."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+
+from rollout.cluster.description import WorkerDescription
+from rollout.config import ClusterConfig, PoolConfig
+from rollout.errors import ClusterTooSmallError, ConfigError
+
+PLACEMENT_S = 20.0
+"""Seconds for CPUs or GPUs that the cluster has, but others use, to become free."""
+STORE_SLACK_BYTES = 64 << 20
+STORE_SHARE = 0.75
+"""Of the object store, what may be used: Ray spills above 0.8."""
+
+
+def place(cluster: ClusterConfig) -> PlacementGroup:
+    """Room for every worker, or an error that names what was asked for and what there is."""
+    per_worker = {"CPU": float(cluster.cpus_per_worker)}
+    if cluster.gpus_per_worker:
+        per_worker["GPU"] = float(cluster.gpus_per_worker)
+    total = ray.cluster_resources()
+    for kind, each in per_worker.items():
+        asked, there = each * cluster.workers, total.get(kind, 0.0)
+        if asked > there:
+            raise ClusterTooSmallError(
+                f"cluster.workers: {cluster.workers} workers of {each:g} {kind} need {asked:g} {kind}, "
+                f"the Ray cluster has {there:g}"
+            )
+    placement = placement_group([dict(per_worker) for _ in range(cluster.workers)], strategy="PACK")
+    if placement.wait(PLACEMENT_S):
+        return placement
+    remove_placement_group(placement)
+    free = ray.available_resources()
+    wanted = ", ".join(f"{each * cluster.workers:g} {kind}" for kind, each in per_worker.items())
+    there = ", ".join(f"{free.get(kind, 0.0):g} of {total.get(kind, 0.0):g} {kind}" for kind in per_worker)
+    raise ClusterTooSmallError(
+        f"cluster.workers: {cluster.workers} workers need {wanted}; {there} are free, "
+        f"and no nodes could hold them within {PLACEMENT_S:g} s"
+    )
+
+
+def check_store(pool: PoolConfig, described: Sequence[WorkerDescription]) -> None:
+    """Ray never says that its store is full, it spills: so what may be in it must fit, by arithmetic.
+
+    Beside the pool that is what the driver reserves, what each worker of a node touches to warm up, and, where
+    images come from other nodes, the copy that each of them reads.
+    """
+    workers = Counter(worker.node for worker in described)
+    image_bytes = described[0].max_context * described[0].token_bytes if len(workers) > 1 else 0
+    budget = int(pool.budget_bytes)
+    for node in ray.nodes():
+        store = int(node["Resources"].get("object_store_memory", 0.0))
+        each = int(pool.warm_bytes) + image_bytes
+        rest = int(pool.reserve_bytes) + workers[node["NodeID"]] * each + STORE_SLACK_BYTES
+        most = max(0, int(STORE_SHARE * store) - rest)
+        if node["NodeID"] in workers and budget > most:
+            raise ConfigError(
+                f"pool.budget_bytes: got {budget}, allowed: at most {most} "
+                f"with the object store of {store} bytes on node {node['NodeID'][:8]}"
+            )
