@@ -42,6 +42,7 @@ class Bench:
         self.target = make_storage(12, seed=1, dtype=dtype, device=device)
         self.before = self.target.pages.clone()
         self.reader = DictReader()
+        self.after = contextlib.ExitStack()
         self.woken: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.restorer = Restorer(
             self.target, FINGERPRINT, self.reader, timeout_s=PATIENCE_S, wake=lambda: self.woken.put(None)
@@ -70,7 +71,8 @@ class Bench:
 @pytest.fixture
 def bench() -> Iterator[Bench]:
     bench = Bench()
-    yield bench
+    with bench.after:
+        yield bench
     bench.restorer.close()
 
 
@@ -279,6 +281,8 @@ class Queue:
         self.restorer = Restorer(
             bench.target, FINGERPRINT, self.reader, timeout_s=50.0, wake=lambda: self.woken.put(None)
         )
+        bench.after.callback(self.restorer.close)
+        bench.after.callback(self.reader.gate.set)
         self.keys: list[SequenceKey] = [(TrajectoryId(f"g/{i}"), 1) for i in range(count)]
         for page, key in enumerate(self.keys, 1):
             self.submit(key, page)
