@@ -89,10 +89,6 @@ class Tokenizer:
         self.vocab_size: int = max(ids, default=-1) + 1
         """One more than the highest id."""
 
-    @property
-    def has_chat_template(self) -> bool:
-        return self._template is not None
-
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of `text`; with the tokens that the model expects around it (such as BOS) unless told otherwise."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids

@@ -123,7 +123,6 @@ def test_a_string_is_one_user_message_when_chatting(tokenizer: Tokenizer) -> Non
 
 def test_a_string_is_plain_without_a_template(files: TokenizerFiles) -> None:
     tokenizer = with_template(files, None)
-    assert not tokenizer.has_chat_template
     assert tokenizer.prompt_ids("1 + 1 =", chat=True) == tuple(tokenizer.encode("1 + 1 ="))
 
 

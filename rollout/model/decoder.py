@@ -20,7 +20,7 @@ class Decoder:
     """Holds uninitialised weights until `weights.load_weights` has filled them."""
 
     def __init__(self, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> None:
-        self.spec, self.dtype, self.device = spec, dtype, device
+        self.spec = spec
         self.embedding_VE = torch.empty((spec.vocab_size, spec.hidden), dtype=dtype, device=device)
         self.layers = [Layer(spec, dtype=dtype, device=device) for _ in range(spec.layers)]
         self.norm = RMSNorm(spec, dtype=dtype, device=device)

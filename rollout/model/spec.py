@@ -61,13 +61,8 @@ class ModelSpec:
     max_context_tokens: int
     eos_token_ids: tuple[int, ...]
     """Any of them ends a sequence; empty if the model names none."""
-    bos_token_id: int | None
     generation_defaults: Mapping[str, Any] = field(hash=False)
     """generation_config.json as it is; empty if there is none."""
-
-    @property
-    def rope_theta(self) -> float:
-        return self.rope.theta
 
 
 def read_spec(path: Path) -> ModelSpec:
@@ -175,10 +170,7 @@ def _spec(config: _Fields, generation: _Fields | None) -> ModelSpec:
         config.refuse("head_dim", head_dim, "an even number")
     vocab_size = config.size("vocab_size")
     sources = (config,) if generation is None else (generation, config)
-    eos_ids, bos_ids = (
-        next((ids for source in sources if (ids := source.token_ids(name, vocab_size))), ())
-        for name in ("eos_token_id", "bos_token_id")
-    )
+    eos_ids = next((ids for source in sources if (ids := source.token_ids("eos_token_id", vocab_size))), ())
     return ModelSpec(
         architecture=architecture,
         layers=config.size("num_hidden_layers"),
@@ -194,7 +186,6 @@ def _spec(config: _Fields, generation: _Fields | None) -> ModelSpec:
         tied_embeddings=config.flag("tie_word_embeddings"),
         max_context_tokens=config.size("max_position_embeddings"),
         eos_token_ids=eos_ids,
-        bos_token_id=bos_ids[0] if bos_ids else None,
         generation_defaults={} if generation is None else generation.values,
     )
 

@@ -59,7 +59,7 @@ class PagedDecoder:
         shape = (1 + sequences * each, spec.layers, 2, PAGE_TOKENS, spec.kv_heads, spec.head_dim)
         self.decoder = decoder
         # What stale pages hold must not matter.
-        self.pages = torch.full(shape, 7.0, dtype=decoder.dtype)
+        self.pages = torch.full(shape, 7.0, dtype=decoder.embedding_VE.dtype)
         self.tables_SP = 1 + torch.arange(sequences * each, dtype=torch.int32).view(each, sequences).T.contiguous()
         self.lengths = [0] * sequences
 
