@@ -15,8 +15,11 @@ from collections.abc import Iterator, Sequence
 
 from rollout.types import TrajectoryId
 
-Chunk = tuple[int, ...]
+PageIds = tuple[int, ...]
 """Token ids of one page."""
+
+MOST_LEAVES = 1024
+"""Entries of the eviction heap that are kept before it is cleaned."""
 
 
 class Node:
@@ -25,12 +28,12 @@ class Node:
     __slots__ = ("children", "chunks", "locks", "owner", "pages", "parent", "used_at")
 
     def __init__(
-        self, parent: "Node | None", chunks: list[Chunk], pages: list[int], owner: TrajectoryId | None
+        self, parent: "Node | None", chunks: list[PageIds], pages: list[int], owner: TrajectoryId | None
     ) -> None:
         self.parent = parent
         self.chunks = chunks
         self.pages = pages
-        self.children: dict[Chunk, Node] = {}
+        self.children: dict[PageIds, Node] = {}
         self.locks = 0
         self.owner = owner
         self.used_at = 0
@@ -43,6 +46,10 @@ class RadixTree:
         self._page_tokens = page_tokens
         self._roots: dict[str, Node] = {}
         self._clock = 0
+        self._leaves: list[tuple[int, int, Node]] = []
+        """A heap of (used_at, serial, node): every evictable leaf, and entries that are out of date."""
+        self._offers = itertools.count()
+        self._most_leaves = MOST_LEAVES
         self.pages = 0
         self.evictable = 0
 
@@ -74,9 +81,9 @@ class RadixTree:
 
     def stored_pages(self, weights_id: str, tokens: Sequence[int], max_pages: int) -> tuple[int, int]:
         """How many pages `match` would find, and how many of them are evictable now; changes nothing."""
-        node = self.root(weights_id)
+        node = self._roots.get(weights_id)
         done = evictable = 0
-        while done < max_pages:
+        while node is not None and done < max_pages:
             child = node.children.get(self._chunk(tokens, done))
             if child is None:
                 break
@@ -116,6 +123,7 @@ class RadixTree:
             child.used_at = self._clock
             kept += child.pages
             node = child
+        self._offer(node)
         return node, kept
 
     def lock(self, node: Node) -> None:
@@ -136,26 +144,38 @@ class RadixTree:
             walk.used_at = self._clock
             if walk.locks == 0:
                 self.evictable += len(walk.pages)
+                self._offer(walk)
             walk = walk.parent
 
     def evict(self, count: int) -> list[int]:
         """Remove at least `count` pages of unlocked leaves, least recently used first, or all there are."""
-        order = itertools.count()
-        leaves = [
-            (node.used_at, next(order), node)
-            for node in self.nodes()
-            if not node.children and not node.locks and node.pages
-        ]
-        heapq.heapify(leaves)
         freed: list[int] = []
-        while leaves and len(freed) < count:
-            _, _, node = heapq.heappop(leaves)
+        while self._leaves and len(freed) < count:
+            used_at, _, node = heapq.heappop(self._leaves)
+            if not self._is_leaf(node):
+                continue
+            if node.used_at != used_at:
+                self._offer(node)
+                continue
             parent = node.parent
-            assert parent is not None
             freed += self._remove(node)
-            if not parent.children and not parent.locks and parent.pages:
-                heapq.heappush(leaves, (parent.used_at, next(order), parent))
+            if parent is not None:
+                self._offer(parent)
         return freed
+
+    def _offer(self, node: Node) -> None:
+        """Let `evict` know of a node that it may take now."""
+        if not self._is_leaf(node):
+            return
+        heapq.heappush(self._leaves, (node.used_at, next(self._offers), node))
+        if len(self._leaves) > self._most_leaves:
+            self._leaves = [(leaf.used_at, next(self._offers), leaf) for leaf in self.nodes() if self._is_leaf(leaf)]
+            heapq.heapify(self._leaves)
+            self._most_leaves = max(MOST_LEAVES, 2 * len(self._leaves))
+
+    def _is_leaf(self, node: Node) -> bool:
+        """Whether it hangs in the tree with nothing below it and nobody holding it; a root does not."""
+        return node.parent is not None and not node.children and not node.locks
 
     def exclusive(self, node: Node, owner: TrajectoryId) -> list[Node]:
         """What only `owner` ever used and nobody holds: `node`, such nodes above it, and all below them.
@@ -175,7 +195,12 @@ class RadixTree:
 
     def remove_exclusive(self, node: Node, owner: TrajectoryId) -> list[int]:
         """Remove what `exclusive` names; returns the pages."""
-        return [page for mine in reversed(self.exclusive(node, owner)) for page in self._remove(mine)]
+        mine = self.exclusive(node, owner)
+        above = mine[0].parent if mine else None
+        freed = [page for node in reversed(mine) for page in self._remove(node)]
+        if above is not None:
+            self._offer(above)
+        return freed
 
     def nodes(self) -> Iterator[Node]:
         stack = list(self._roots.values())
@@ -188,6 +213,7 @@ class RadixTree:
         assert node.parent is not None
         assert not node.locks, "removing a locked node"
         del node.parent.children[node.chunks[0]]
+        node.parent = None
         self.pages -= len(node.pages)
         self.evictable -= len(node.pages)
         return node.pages
@@ -203,7 +229,7 @@ class RadixTree:
         upper.children[node.chunks[0]] = node
         return upper
 
-    def _chunk(self, tokens: Sequence[int], page: int) -> Chunk:
+    def _chunk(self, tokens: Sequence[int], page: int) -> PageIds:
         return tuple(tokens[page * self._page_tokens : (page + 1) * self._page_tokens])
 
     def _common(self, node: Node, tokens: Sequence[int], start: int, end: int) -> int:

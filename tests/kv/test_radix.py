@@ -8,18 +8,18 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from rollout.kv.radix import Chunk, Node, RadixTree
+from rollout.kv.radix import PageIds, Node, RadixTree
 from rollout.types import TrajectoryId
 
 PAGE = 2
 ANN, BOB = TrajectoryId("ann"), TrajectoryId("bob")
-Prefix = tuple[str, tuple[Chunk, ...]]
+Prefix = tuple[str, tuple[PageIds, ...]]
 """A weights_id and the token ids of some pages."""
 
 chunks = st.lists(st.sampled_from([(0, 0), (0, 1)]), max_size=4)
 
 
-def tokens_of(pages: Sequence[Chunk]) -> list[int]:
+def tokens_of(pages: Sequence[PageIds]) -> list[int]:
     return [token for page in pages for token in page]
 
 
@@ -48,7 +48,7 @@ class Stored:
 class Held:
     """A lock that somebody holds, with the prefix it is on."""
 
-    def __init__(self, node: Node, user: TrajectoryId, weights_id: str, pages: list[Chunk]) -> None:
+    def __init__(self, node: Node, user: TrajectoryId, weights_id: str, pages: list[PageIds]) -> None:
         self.node = node
         self.user = user
         self.weights_id = weights_id
@@ -92,7 +92,7 @@ class TreeAgainstDictionary(RuleBasedStateMachine):
         return list(gone.values())
 
     @rule(user=st.sampled_from([ANN, BOB]), weights_id=st.sampled_from("vww"), pages=chunks, limit=st.integers(0, 4))
-    def match(self, user: TrajectoryId, weights_id: str, pages: list[Chunk], limit: int) -> None:
+    def match(self, user: TrajectoryId, weights_id: str, pages: list[PageIds], limit: int) -> None:
         prefixes: list[Prefix] = [(weights_id, tuple(pages[:end])) for end in range(1, len(pages) + 1)]
         found = list(itertools.takewhile(self.stored.__contains__, prefixes[:limit]))
         unlocked = [prefix for prefix in found if not self.locks(prefix)]
@@ -105,7 +105,7 @@ class TreeAgainstDictionary(RuleBasedStateMachine):
 
     @precondition(lambda self: self.held)
     @rule(pick=st.integers(0, 99), pages=chunks.filter(bool))
-    def insert(self, pick: int, pages: list[Chunk]) -> None:
+    def insert(self, pick: int, pages: list[PageIds]) -> None:
         held = self.held[pick % len(self.held)]
         own = [next(self.numbers) for _ in pages]
         all_pages = held.pages + pages
@@ -164,7 +164,7 @@ class TreeAgainstDictionary(RuleBasedStateMachine):
     def tree_and_dictionary_agree(self) -> None:
         seen: dict[Prefix, tuple[int, TrajectoryId | None, int]] = {}
         for weights_id in "vw":
-            todo: list[tuple[Node, tuple[Chunk, ...]]] = [(self.tree.root(weights_id), ())]
+            todo: list[tuple[Node, tuple[PageIds, ...]]] = [(self.tree.root(weights_id), ())]
             while todo:
                 node, above = todo.pop()
                 assert len(node.chunks) == len(node.pages)
@@ -196,11 +196,11 @@ TestTreeAgainstDictionary.settings = settings(max_examples=60, stateful_step_cou
 A, B, C, D = (0, 1), (2, 3), (4, 5), (6, 7)
 
 
-def insert(tree: RadixTree, pages: Sequence[Chunk], numbers: list[int], owner: TrajectoryId = ANN) -> Node:
+def insert(tree: RadixTree, pages: Sequence[PageIds], numbers: list[int], owner: TrajectoryId = ANN) -> Node:
     return tree.insert(tree.root("w"), tokens_of(pages), numbers, owner)[0]
 
 
-def match(tree: RadixTree, pages: Sequence[Chunk], user: TrajectoryId = ANN, weights_id: str = "w") -> Node:
+def match(tree: RadixTree, pages: Sequence[PageIds], user: TrajectoryId = ANN, weights_id: str = "w") -> Node:
     return tree.match(weights_id, tokens_of(pages), len(pages), user)
 
 
