@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from rollout.kv.radix import PageIds, Node, RadixTree
+from rollout.kv.radix import Node, PageIds, RadixTree
 from rollout.types import TrajectoryId
 
 PAGE = 2
