@@ -15,7 +15,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorAlreadyExistsError, GetTimeoutError, RayActorError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from rollout.cluster.calls import wait_for
 from rollout.cluster.controller import ControllerActor
@@ -138,7 +138,13 @@ def launch(config: Config) -> Service:
         )
         controller = (
             ray.remote(ControllerActor)
-            .options(name=controller_name(config.cluster.name), namespace=NAMESPACE, num_cpus=0)
+            .options(
+                name=controller_name(config.cluster.name),
+                namespace=NAMESPACE,
+                num_cpus=0,
+                # Beside the driver, with which the service ends anyway. Ray ignores a soft wish of an actor without CPUs.
+                scheduling_strategy=NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False),
+            )
             .remote(description, workers, described, pools)
         )
         actors.appendleft(controller)
