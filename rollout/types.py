@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import groupby
 from typing import Any, NewType
 
 from rollout.errors import InvalidSamplingError
@@ -176,13 +177,7 @@ class VersionRun:
 
 def version_runs(versions: Sequence[Version]) -> tuple[VersionRun, ...]:
     """Run-length form of a per-token column."""
-    runs: list[VersionRun] = []
-    for version in versions:
-        if runs and runs[-1].version == version:
-            runs[-1] = VersionRun(version=version, tokens=runs[-1].tokens + 1)
-        else:
-            runs.append(VersionRun(version=version, tokens=1))
-    return tuple(runs)
+    return tuple(VersionRun(version=version, tokens=len(list(run))) for version, run in groupby(versions))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
