@@ -142,7 +142,7 @@ def launch(config: Config) -> Service:
                 name=controller_name(config.cluster.name),
                 namespace=NAMESPACE,
                 num_cpus=0,
-                # Beside the driver, with which the service ends anyway. Ray ignores a soft wish of an actor without CPUs.
+                # Beside the driver, with which the service ends anyway. Without CPUs, Ray heeds hard wishes only.
                 scheduling_strategy=NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False),
             )
             .remote(description, workers, described, pools)

@@ -3,14 +3,20 @@
 from rollout.client import Rollout
 from tests.cluster.scene import (
     IDS,
+    PAGE_TOKENS,
     PROMPT_TOKENS,
+    PROMPTS,
+    SAMPLING,
+    TOKEN_BYTES,
     Outputs,
     all_in_shared_memory,
     at_rest,
     collect,
     engines,
     eventually,
+    images,
     outputs,
+    pool,
     sampled,
     submit,
 )
@@ -37,3 +43,19 @@ def test_a_suspended_batch_continues_on_other_workers_without_prefilling_a_token
     assert sum(engine.prefilled_tokens for engine in engines(service)) - prefilled <= PROMPT_TOKENS * len(IDS)
     assert after.exclusive_pages - before.exclusive_pages == after.freed_pages - before.freed_pages > 0
     eventually(lambda: at_rest(service))
+
+
+def test_four_siblings_stopped_together_store_their_prompt_once(service: Rollout) -> None:
+    before = pool(service)
+    service.submit(PROMPTS[:1], n=4, sampling=SAMPLING, key="group")
+    sampled(service, 150)
+    service.abort(keep="pool", then="hold")
+    kept = [image.kv_tokens for image in images(service).values()]
+    after = pool(service)
+    shared_tokens = PROMPT_TOKENS // PAGE_TOKENS * PAGE_TOKENS
+    own_tokens = sum(tokens - shared_tokens for tokens in kept)
+    assert len(kept) == 4
+    assert {worker.engine.sampled_tokens > 0 for worker in service.stats().workers} == {True}
+    assert after.sent - before.sent == after.stored == (shared_tokens + own_tokens) * TOKEN_BYTES
+    assert after.shared - before.shared == 3 * shared_tokens * TOKEN_BYTES
+    assert after.segments == 1 + len(kept)

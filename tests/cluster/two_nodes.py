@@ -20,7 +20,7 @@ from tests.cluster.scene import collect, eventually, outputs
 
 STORE_BYTES = 160 << 20
 BUCKET_BYTES = 8 << 20
-GROUPS = 32
+GROUPS = 24
 PROMPTS = [[4 + (number * 31 + position * 7) % 300 for position in range(60)] for number in range(GROUPS)]
 SAMPLING = SamplingParams(max_new_tokens=24, ignore_eos=True, seed=5)
 
@@ -70,6 +70,7 @@ def main(model: str) -> None:
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": STORE_BYTES})
     second = cluster.add_node(num_cpus=1, object_store_memory=STORE_BYTES)
     seen: dict[str, Any] = {}
+    ray.init(address=cluster.address, namespace="rollout", log_to_driver=False, logging_level="error")
     config = CONFIG | {"model": {"path": model, "dtype": "float32"}}
     with rollout.start(config) as service:
         submit(service)
