@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from rollout.kv.radix import Node, PageIds, RadixTree
+from rollout.kv.radix import MOST_LEAVES, Node, PageIds, RadixTree
 from rollout.types import TrajectoryId
 
 PAGE = 2
@@ -161,6 +161,10 @@ class TreeAgainstDictionary(RuleBasedStateMachine):
         assert max((stored.used_at for stored in gone), default=0) <= min(leaves, default=1 << 60)
 
     @invariant()
+    def the_heap_of_leaves_is_cleaned_often(self) -> None:
+        self.tree._most_leaves = 3
+
+    @invariant()
     def tree_and_dictionary_agree(self) -> None:
         seen: dict[Prefix, tuple[int, TrajectoryId | None, int]] = {}
         for weights_id in "vw":
@@ -191,7 +195,7 @@ class TreeAgainstDictionary(RuleBasedStateMachine):
 
 
 TestTreeAgainstDictionary = TreeAgainstDictionary.TestCase
-TestTreeAgainstDictionary.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestTreeAgainstDictionary.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 
 A, B, C, D = (0, 1), (2, 3), (4, 5), (6, 7)
 
@@ -224,6 +228,14 @@ def test_a_partly_filled_page_never_matches() -> None:
     insert(tree, [A, B], [1, 2])
     assert tree.stored_pages("w", [0, 1, 2], 2) == (1, 1)
     assert path_pages(tree.match("w", [0, 1, 2], 2, ANN)) == [1]
+
+
+def test_what_follows_after_the_pages_differ_does_not_match() -> None:
+    tree = RadixTree(PAGE)
+    node = insert(tree, [A, B], [1, 2])
+    tree.insert(node, tokens_of([C]), [3], ANN)
+    assert tree.stored_pages("w", tokens_of([A, C]), 2) == (1, 1)
+    assert path_pages(match(tree, [A, C])) == [1]
 
 
 def test_a_split_keeps_locks_owner_and_pages_of_both_halves() -> None:
@@ -329,6 +341,28 @@ def test_removing_what_is_exclusive_includes_what_its_owner_left_below() -> None
     insert(tree, [A, B, C], [1, 2, 3])
     assert sorted(tree.remove_exclusive(match(tree, [A]), ANN)) == [1, 2, 3]
     assert tree.pages == tree.evictable == 0
+
+
+def test_eviction_keeps_its_order_when_the_leaves_are_gone_over() -> None:
+    tree = RadixTree(PAGE)
+    nodes = [insert(tree, [(number, number)], [number]) for number in range(20)]
+    order = [7 * number % 20 for number in range(20)]
+    for number in order:
+        tree._most_leaves = 3
+        tree.lock(nodes[number])
+        tree.unlock(nodes[number])
+    assert [tree.evict(1) for _ in order] == [[number] for number in order]
+
+
+def test_what_is_kept_for_eviction_does_not_grow_with_use() -> None:
+    tree = RadixTree(PAGE)
+    nodes = [insert(tree, [page], [number]) for number, page in enumerate([A, B], 1)]
+    for _ in range(MOST_LEAVES):
+        for node in nodes:
+            tree.lock(node)
+            tree.unlock(node)
+    assert len(tree._leaves) <= MOST_LEAVES
+    assert [tree.evict(1) for _ in range(3)] == [[1], [2], []]
 
 
 def test_unlocking_what_is_not_locked_asserts() -> None:
