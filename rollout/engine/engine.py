@@ -234,7 +234,14 @@ class Engine:
         self._scheduler.park(sequence)
         page_tokens = self._cache.page_tokens
         whole = sequence.computed // page_tokens
-        keys = page_keys(self._root, sequence.tokens, pages=whole, page_tokens=page_tokens, weights_id=self._weights_id)
+        keys = page_keys(
+            self._root,
+            sequence.tokens,
+            pages=whole,
+            page_tokens=page_tokens,
+            weights_id=self._weights_id,
+            prefilled=sequence.prompt_tokens if self._deterministic else None,
+        )
         self._events.append(
             Parked(
                 trajectory_id=sequence.trajectory_id,

@@ -1,11 +1,16 @@
 """Trajectories through real actors: suspended to the pool, resumed on the other worker, equal to undisturbed ones."""
 
+from dataclasses import replace
+
 from rollout.client import Rollout
+from rollout.types import TrajectoryId
 from tests.cluster.scene import (
     IDS,
+    KEYS,
     PAGE_TOKENS,
     PROMPT_TOKENS,
     PROMPTS,
+    SAMPLES,
     SAMPLING,
     TOKEN_BYTES,
     Outputs,
@@ -59,3 +64,20 @@ def test_four_siblings_stopped_together_store_their_prompt_once(service: Rollout
     assert after.sent - before.sent == after.stored == (shared_tokens + own_tokens) * TOKEN_BYTES
     assert after.shared - before.shared == 3 * shared_tokens * TOKEN_BYTES
     assert after.segments == 1 + len(kept)
+
+
+def test_a_prompt_that_another_trajectory_generated_is_restored_as_prefill_wrote_it(
+    service: Rollout, truth: Outputs
+) -> None:
+    source = TrajectoryId("ann/0")
+    prompt = [*PROMPTS[0], *truth[source][0][:88]]
+    service.submit([prompt], sampling=SAMPLING, key="later")
+    alone = outputs(collect(service, 1))
+    service.submit(PROMPTS, n=SAMPLES, sampling=replace(SAMPLING, max_new_tokens=400), key=KEYS)
+    sampled(service, 120 * len(IDS))
+    service.abort(keep="pool", then="hold")
+    assert images(service)[source].kv_tokens > len(prompt)
+    service.submit([prompt], sampling=SAMPLING, key="later")
+    sampled(service, 40)
+    service.abort(["later"], keep="pool", then="requeue")
+    assert outputs(collect(service, 1)) == alone

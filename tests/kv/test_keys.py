@@ -57,6 +57,19 @@ def test_weights_model_page_size_and_position_are_part_of_the_name() -> None:
     assert len(set(names)) == 4 * 3 + 6 + 2
 
 
+@given(prefilled=st.integers(0, 12), other=st.integers(0, 12))
+def test_pages_with_decoded_positions_are_named_by_where_prefill_ended(prefilled: int, other: int) -> None:
+    def split(at: int | None) -> tuple[PageKey, ...]:
+        return page_keys(ROOT, TOKENS, pages=3, page_tokens=PAGE, weights_id="w", prefilled=at)
+
+    whole = prefilled // PAGE
+    assert split(prefilled)[:whole] == split(None)[:whole] == keys(TOKENS)[:whole]
+    assert not set(split(prefilled)[whole:]) & set(split(None))
+    same = min(whole, other // PAGE) if other != prefilled else 3
+    assert split(prefilled)[:same] == split(other)[:same]
+    assert not set(split(prefilled)[same:]) & set(split(other)[same:])
+
+
 def test_more_pages_than_tokens_asserts() -> None:
     with pytest.raises(AssertionError):
         page_keys(ROOT, TOKENS, pages=4, page_tokens=PAGE, weights_id="w")
