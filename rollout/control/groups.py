@@ -29,6 +29,8 @@ class Groups:
         self._abandoned: set[str] = set()
         """Calls that are still under way although nobody waits for them."""
         self._submitted = 0
+        self._epoch = 0
+        """The highest of any group that was handed out: where a key that is used again begins."""
 
     def check(self, submissions: Sequence[Submission]) -> list[Submission]:
         """Those of `submissions` that are new; one that is here already, all of it equal, was told twice.
@@ -60,6 +62,7 @@ class Groups:
                 submitted_at=now,
                 metadata=submission.metadata,
                 pooled=Pooled(trajectory_id),
+                epoch=self._epoch,
             )
             group.append(record)
         self._submitted += len(group)
@@ -144,4 +147,5 @@ class Groups:
         del self._submissions[group_id]
         for record in group:
             del self._records[record.trajectory_id]
+            self._epoch = max(self._epoch, record.epoch)
         return Delivery(group_id=group_id, trajectories=tuple(record.snapshot() for record in group))

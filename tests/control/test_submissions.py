@@ -75,3 +75,15 @@ def test_a_resubmission_that_differs_in_anything_is_refused(change: dict[str, ob
     with pytest.raises(DuplicateKeyError):
         scene.submit_all(dataclasses.replace(submission(), **change))  # type: ignore[arg-type]
     assert scene.trajectories == [T]
+
+
+def test_a_key_that_is_used_again_meets_nothing_of_its_first_life() -> None:
+    scene = Scene(W1)
+    scene.submit()
+    late = sampled(count=1), finished()
+    scene.report(W1, finished())
+    assert len(scene.take(9)) == 1
+    scene.submit()
+    scene.report(W1, *late)  # of the first life, told late
+    assert not scene.record(T).over
+    assert len(scene.record(T).columns) == 0
