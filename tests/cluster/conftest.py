@@ -7,22 +7,12 @@ import pytest
 
 import rollout
 from rollout.client import Rollout
-from tests.cluster.scene import Outputs, at_rest, audit, collect, eventually, outputs, settings, submit
-from tests.tiny_models import make_tiny_llama
+from tests.cluster.scene import Outputs, at_rest, audit, collect, eventually, make_kv_model, outputs, settings, submit
 
 
 @pytest.fixture(scope="session")
 def kv_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """8 KiB of KV a token in fp32."""
-    return make_tiny_llama(
-        tmp_path_factory.mktemp("models") / "kv",
-        hidden_size=256,
-        intermediate_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        head_dim=32,
-    )
+    return make_kv_model(tmp_path_factory.mktemp("models") / "kv")
 
 
 @pytest.fixture(scope="package")

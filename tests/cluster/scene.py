@@ -16,12 +16,13 @@ import ray
 from rollout.client import Rollout
 from rollout.metrics import EngineStats, PoolStats
 from rollout.types import Image, SamplingParams, Trajectory, TrajectoryId
+from tests.tiny_models import make_tiny_llama
 
 T = TypeVar("T")
 
 PAGE_TOKENS = 16
 TOKEN_BYTES = 4 * 2 * 8 * 32 * 4
-"""Of `kv_model`: layers, key and value, heads, head size, fp32. 13 tokens are more than Ray would inline."""
+"""Of `make_kv_model`: layers, key and value, heads, head size, fp32. 13 tokens are more than Ray would inline."""
 PROMPT_TOKENS = 40
 KEYS = ("ann", "bob")
 SAMPLES = 2
@@ -33,6 +34,18 @@ PROMPTS = [
 IDS = [TrajectoryId(f"{key}/{sample}") for key in KEYS for sample in range(SAMPLES)]
 
 Outputs = dict[TrajectoryId, tuple[tuple[int, ...], tuple[float, ...]]]
+
+
+def make_kv_model(path: Path) -> Path:
+    return make_tiny_llama(
+        path,
+        hidden_size=256,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        head_dim=32,
+    )
 
 
 def settings(model: Path, name: str, **sections: Mapping[str, Any]) -> dict[str, Any]:
@@ -215,6 +228,8 @@ def all_in_shared_memory(service: Rollout) -> bool:
 
 
 def audit(service: Rollout) -> None:
-    """Recompute the ledgers of all pools inside them, and compare with what they hold."""
+    """Recompute the ledgers of all pools inside them, and compare with what they hold; so with idle engines."""
+    for worker in workers(service).values():
+        inside(worker, lambda self: self._host._engine.audit())
     for actor in pools(service):
         inside(actor, lambda self: (self._ledger.audit(), set(self._segments) == set(self._ledger._live) or 1 / 0))
