@@ -233,16 +233,27 @@ def test_a_segment_that_cannot_be_used_is_refused_and_computed_again(
     )
 
 
+def kill_pool(service: Rollout) -> None:
+    os.kill(inside(pools(service)[0], lambda self: __import__("os").getpid()), signal.SIGKILL)
+
+
+def test_a_pool_killed_while_it_is_read_spoils_nothing(service: Rollout, truth: Outputs, tmp_path: Path) -> None:
+    suspended(service)
+    held = [hold(service, worker, "scatter", tmp_path) for worker in workers(service)]
+    service.resume()
+    for begun, _ in held:
+        eventually(begun.exists)
+    kill_pool(service)
+    eventually(lambda: service.stats().pools and pool(service).exports == 0)
+    for _, go_on in held:
+        go_on.touch()
+    assert outputs(collect(service)) == truth
+
+
 def test_a_pool_that_is_killed_costs_recomputation_only_and_comes_back(service: Rollout, truth: Outputs) -> None:
     before = service.stats().counters
     suspended(service)
-
-    def pid(self: Any) -> int:
-        import os
-
-        return os.getpid()
-
-    os.kill(inside(pools(service)[0], pid), signal.SIGKILL)
+    kill_pool(service)
     service.resume()
     trajectories = collect(service)
     assert outputs(trajectories) == truth
