@@ -6,6 +6,7 @@ turned into token ids here, so a bad one raises where it was passed and reaches 
 
 import asyncio
 import itertools
+import re
 import threading
 import uuid
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -38,6 +39,10 @@ CALL_S = 30.0
 """Deadline of a call that should answer at once, and grace of one with a timeout of its own."""
 
 T = TypeVar("T")
+
+
+KEY = re.compile(r"(?!.*/\d+$)[^\x00-\x1f\x7f]+")
+"""A key may not look like a trajectory's id, which is `key/index`."""
 
 
 class _All(Enum):
@@ -126,8 +131,10 @@ class AsyncRollout:
         repeated.
         """
         several = _several(prompts)
-        if n < 1:
-            raise InvalidSamplingError(f"n: got {n}, allowed: >= 1")
+        if not isinstance(n, int) or n < 1:
+            raise InvalidSamplingError(f"n: got {n!r}, allowed: an integer >= 1")
+        if sampling is not None and not isinstance(sampling, SamplingParams):
+            raise InvalidSamplingError(f"sampling: got {type(sampling).__name__}, allowed: SamplingParams")
         keys = [key] if isinstance(key, str) else list(key) if key is not None else None
         if keys is not None and len(keys) != len(several):
             raise InvalidPromptError(f"key: got {len(keys)} for {len(several)} prompts")
@@ -144,6 +151,7 @@ class AsyncRollout:
 
         A call that fails or is cancelled loses nothing: its groups are handed out again.
         """
+        timeout_s = max(0.0, timeout_s)
         call = uuid.uuid4().hex
         arrived, abandoned = tuple(self._arrived), tuple(self._abandoned)
         try:
@@ -165,6 +173,7 @@ class AsyncRollout:
 
         Raises `ValueError` for a `keep` or `then` that does not exist.
         """
+        timeout_s = max(0.0, timeout_s)
         report: AbortReport = await self._call(
             self._controller.abort, _names(ids), Keep(keep), Then(then), timeout_s, timeout_s=timeout_s + CALL_S
         )
@@ -207,6 +216,8 @@ class AsyncRollout:
         metadata: dict[str, Any],
         chat: bool | None,
     ) -> Submission:
+        if not isinstance(key, str) or not KEY.fullmatch(key):
+            raise InvalidPromptError(f"key: got {key!r}, allowed: printable, and not ending in / and a number")
         ids = self.tokenizer.prompt_ids(prompt, chat=self._config.run.chat if chat is None else chat)
         if len(ids) >= self._max_context:
             raise PromptTooLongError(

@@ -25,7 +25,9 @@ from rollout.types import SamplingParams
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, protected_namespaces=()
+    )
 
 
 class ModelConfig(Section):
@@ -46,7 +48,7 @@ class EngineConfig(Section):
     """Device memory for KV; null: 1 GiB on CPU, 85 % of what the weights leave free on CUDA."""
     max_running: PositiveInt = 32
     """Sequences in the decode batch; in deterministic mode also its fixed size."""
-    max_context_tokens: PositiveInt | None = None
+    max_context_tokens: int | None = Field(default=None, ge=2)
     """Longest prompt + output; null: the model's limit. Never more than fits in kv_bytes."""
     chunk_tokens: PositiveInt | None = None
     """Longest piece of one sequence prefilled in a step; null: 128, or page_tokens if that is more. In
@@ -254,6 +256,8 @@ def _one_line(error: ValidationError) -> str:
         place = ".".join(str(part) for part in item["loc"]) or "config"
         if item["type"] == "extra_forbidden":
             parts.append(f"{place}: unknown key")
+        elif item["type"] == "value_error":
+            parts.append(f"{place}.{item['ctx']['error']}")
         else:
             got = "" if item["type"] in ("missing", "union_tag_not_found") else f" (got {item['input']!r:.80})"
             parts.append(f"{place}: {item['msg']}{got}")

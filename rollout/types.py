@@ -93,13 +93,31 @@ class SamplingParams:
             if not ok:
                 raise InvalidSamplingError(f"{name}: got {getattr(self, name)!r}, allowed: {allowed}")
 
-        require(0.0 <= self.temperature < float("inf"), "temperature", "finite, >= 0")
-        require(self.top_k >= 0, "top_k", ">= 0 (0 keeps all)")
-        require(0.0 < self.top_p <= 1.0, "top_p", "0 < top_p <= 1")
-        require(self.max_new_tokens >= 0, "max_new_tokens", ">= 0")
-        require(0 <= self.min_new_tokens <= self.max_new_tokens, "min_new_tokens", f"0 … {self.max_new_tokens}")
-        require(all(i >= 0 for i in self.stop_token_ids), "stop_token_ids", "ids >= 0")
-        require(self.seed is None or 0 <= self.seed < 2**64, "seed", "0 … 2**64 - 1, or null")
+        number, whole = _is_number, _is_whole
+        require(number(self.temperature) and 0.0 <= self.temperature < float("inf"), "temperature", "finite, >= 0")
+        require(whole(self.top_k) and self.top_k >= 0, "top_k", "an integer >= 0 (0 keeps all)")
+        require(number(self.top_p) and 0.0 < self.top_p <= 1.0, "top_p", "0 < top_p <= 1")
+        require(whole(self.max_new_tokens) and self.max_new_tokens >= 0, "max_new_tokens", "an integer >= 0")
+        require(
+            whole(self.min_new_tokens) and 0 <= self.min_new_tokens <= self.max_new_tokens,
+            "min_new_tokens",
+            f"an integer, 0 … {self.max_new_tokens}",
+        )
+        require(
+            isinstance(self.stop_token_ids, tuple) and all(whole(i) and i >= 0 for i in self.stop_token_ids),
+            "stop_token_ids",
+            "a tuple of ids >= 0",
+        )
+        require(isinstance(self.ignore_eos, bool), "ignore_eos", "true or false")
+        require(self.seed is None or (whole(self.seed) and 0 <= self.seed < 2**64), "seed", "0 … 2**64 - 1, or null")
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return _is_whole(value) or isinstance(value, float)
 
 
 def trajectory_seed(*, request_seed: int | None, run_seed: int, key: str, sample_index: int) -> int:
@@ -209,7 +227,10 @@ class Image:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resume:
-    """One start of a trajectory on a worker after the first: where its KV came from, in tokens."""
+    """A trajectory went on on a worker: where its KV came from, in tokens.
+
+    A start that was stopped before it got pages leaves none, so there may be fewer than starts.
+    """
 
     worker: WorkerId
     cached_tokens: int

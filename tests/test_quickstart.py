@@ -27,6 +27,6 @@ def test_the_quickstart_runs(
     lines = capsys.readouterr().out.splitlines()
     assert " suspended after [" in lines[0]
     assert sorted(line.split()[0] for line in lines[1:]) == [
-        f"{group}/{sample}" for group in (0, 1) for sample in range(4)
+        f"auto-{group}/{sample}" for group in (0, 1) for sample in range(4)
     ]
     assert all(line.split()[1].startswith("worker-") for line in lines[1:])

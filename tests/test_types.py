@@ -1,6 +1,7 @@
 """Values that must not lie: aligned columns, seeds, run lengths, ranges."""
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -111,3 +112,26 @@ def test_a_seed_is_the_same_in_every_process() -> None:
 def test_sampling_parameters_outside_their_range_are_named(name: str, value: object) -> None:
     with pytest.raises(InvalidSamplingError, match=f"^{name}: got .*allowed"):
         SamplingParams(**{name: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"top_k": 50.0},
+        {"top_k": True},
+        {"max_new_tokens": 1.5},
+        {"min_new_tokens": 0.5},
+        {"temperature": "1"},
+        {"top_p": None},
+        {"stop_token_ids": [1]},
+        {"stop_token_ids": (1.5,)},
+        {"stop_token_ids": ("a",)},
+        {"ignore_eos": "no"},
+        {"seed": 1.5},
+    ],
+    ids=repr,
+)
+def test_a_sampling_parameter_of_the_wrong_kind_is_refused(fields: dict[str, Any]) -> None:
+    (name,) = fields
+    with pytest.raises(InvalidSamplingError, match=f"{name}: got "):
+        SamplingParams(**fields)

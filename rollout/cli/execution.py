@@ -19,7 +19,7 @@ from rollout.cli.report import Report, make_report, make_table
 from rollout.cli.verify import compare_all, replays, resumed, uninterrupted
 from rollout.client import Rollout, start
 from rollout.config import Config
-from rollout.errors import DeadlineError, ServiceError
+from rollout.errors import DeadlineError, InvalidPromptError, ServiceError
 from rollout.metrics import ServiceStats
 from rollout.store import TrajectoryWriter, read_trajectories
 from rollout.types import Trajectory
@@ -55,6 +55,8 @@ class Execution:
             raise DeadlineError(f"no new token for {self._config.run.stall_timeout_s:g} s (run.stall_timeout_s)")
         if self._interrupt.requested:
             raise KeyboardInterrupt
+        if self._rows and outcome.rejected == len(self._rows):
+            raise InvalidPromptError(f"all {outcome.rejected} prompts were rejected; {self._config.run.out} says why")
         if outcome.failures:
             raise ServiceError(
                 f"{len(outcome.failures)} of {outcome.trajectories} trajectories failed; {outcome.failures[0]}"

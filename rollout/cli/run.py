@@ -34,8 +34,12 @@ def _run(args: argparse.Namespace) -> int:
     if config.run.prompts is None:
         raise ConfigError(f"{args.config}: run.prompts: nothing to roll out; name a file or a data set")
     read_spec(config.model.path)
-    for path in filter(None, (config.run.out, args.json)):
+    inputs = [args.config] + ([config.run.prompts.path] if config.run.prompts.kind == "file" else [])
+    outputs = [path for path in (config.run.out, args.json) if path is not None]
+    for index, path in enumerate(outputs):
         _check_writable(path)
+        if path.resolve() in {other.resolve() for other in (*inputs, *outputs[:index])}:
+            raise ConfigError(f"{path}: cannot be written: it is named as another file of this run, too")
 
     from rollout.cli.prompts import load_prompts  # Arrow
 
@@ -59,7 +63,7 @@ def _check_writable(path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None
-    if path.is_dir():
-        raise ConfigError(f"{path}: cannot be written: it is a directory")
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise ConfigError(f"{path}: cannot be written: it exists and is not a regular file")
     if not os.access(path.parent, os.W_OK):
         raise ConfigError(f"{path}: cannot be written: no permission for its directory")

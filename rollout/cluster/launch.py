@@ -59,7 +59,7 @@ class Service:
 
     def close(self) -> None:
         """End every actor, and leave Ray if it was joined for this."""
-        _end(self.actors, self.placement, self.started_ray)
+        _end(self.actors, self.placement, self.started_ray, self.description.config.cluster.name)
 
 
 def connect(service: str, address: str | None) -> tuple[Any, ServiceDescription]:
@@ -69,7 +69,7 @@ def connect(service: str, address: str | None) -> tuple[Any, ServiceDescription]
     """
     try:
         _join_ray(address or "auto")
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise ServiceNotFoundError(f"no Ray cluster runs at {address or 'this machine'}: {error}") from None
     controller = _find(service)
     try:
@@ -116,7 +116,7 @@ def launch(config: Config) -> Service:
     tokenizer = read_tokenizer_files(config.model.path)
     try:
         started_ray = _join_ray(config.cluster.address)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"cluster.address: no Ray cluster runs at {config.cluster.address}: {error}") from None
     placement: PlacementGroup | None = None
     actors: deque[Any] = deque()
@@ -150,7 +150,7 @@ def launch(config: Config) -> Service:
         actors.appendleft(controller)
         wait_for([controller.begin.remote()], config.cluster.start_timeout_s, "the controller")
     except BaseException as error:
-        _end(actors, placement, started_ray)
+        _end(actors, placement, started_ray, config.cluster.name)
         if isinstance(error, ActorAlreadyExistsError):
             raise _taken(config.cluster.name) from None
         raise
@@ -163,13 +163,22 @@ def launch(config: Config) -> Service:
     )
 
 
-def _end(actors: Iterable[Any], placement: PlacementGroup | None, started_ray: bool) -> None:
+def _end(actors: Iterable[Any], placement: PlacementGroup | None, started_ray: bool, service: str) -> None:
+    if not ray.is_initialized():
+        return
     for actor in actors:
         ray.kill(actor)
     if placement is not None:
         remove_placement_group(placement)
-    if started_ray:
+    if started_ray and not _other_services(service):
         ray.shutdown()
+
+
+def _other_services(service: str) -> list[str]:
+    """Controllers of other services here, which end when the process that started them leaves Ray."""
+    suffix = controller_name("")
+    names: list[str] = ray.util.list_named_actors()
+    return [name for name in names if name.endswith(suffix) and name != controller_name(service)]
 
 
 def _check_name(service: str) -> None:

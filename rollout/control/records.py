@@ -71,8 +71,10 @@ class Record:
     """It was on a worker that was lost, and did not start since."""
     losses: int = 0
     """Workers lost under it, one after the other, without a new token."""
-    admitted_epoch: int = 0
+    admitted_epoch: int = -1
     """The last epoch in which it was admitted."""
+    began: bool = False
+    """It was admitted once."""
     finish_reason: FinishReason | None = None
     error: str | None = None
     finished_at: float | None = None
@@ -128,7 +130,8 @@ class Record:
         if self.phase is not phase:
             self.enter(phase)
         counts = {"recomputed_tokens": event.recomputed_tokens}
-        if first and len(self.workers) > 1:
+        again, self.began = self.began, True
+        if first and again:
             counts |= {"restored_tokens": event.restored_tokens, "cached_tokens": event.cached_tokens}
             self.resumes.append(Resume(worker=self.workers[-1], **counts))
         return counts

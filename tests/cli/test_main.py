@@ -19,8 +19,8 @@ REFUSALS = {
     "missing model directory": (["--set", "model.path=no/such/model"], "no/such/model: no such directory"),
     "no prompts": (["--set", "run.prompts=null"], "run.prompts: nothing to roll out"),
     "missing prompts": (["--set", "run.prompts={kind: file, path: none.jsonl}"], "none.jsonl"),
-    "output is a directory": (["--out", "."], "it is a directory"),
-    "report is a directory": (["--json", "."], "it is a directory"),
+    "output is a directory": (["--out", "."], "is not a regular file"),
+    "report is a directory": (["--json", "."], "is not a regular file"),
     "unknown option": (["--frobnicate"], "--frobnicate"),
 }
 
@@ -51,6 +51,25 @@ def test_what_cannot_work_is_one_line_and_exit_code_2(
     arguments, message = REFUSALS[refusal]
     assert main(["run", config, *arguments]) == 2
     assert_one_line(capsys, message)
+
+
+@pytest.mark.parametrize("option", ["--out", "--json"])
+def test_a_run_does_not_write_over_its_own_input(option: str, config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    before = Path("prompts.jsonl").read_bytes(), Path(config).read_bytes()
+    for target in ("prompts.jsonl", config):
+        assert main(["run", config, option, target]) == 2
+        assert_one_line(capsys, f"{target}: cannot be written: it is named as another file of this run")
+    assert (Path("prompts.jsonl").read_bytes(), Path(config).read_bytes()) == before
+
+
+def test_rows_and_report_are_two_files_and_a_link_is_not_replaced(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", config, "--out", "same", "--json", "same"]) == 2
+    assert_one_line(capsys, "same: cannot be written: it is named as another file of this run")
+    Path("link").symlink_to("target")
+    assert main(["run", config, "--out", "link"]) == 2
+    assert_one_line(capsys, "link: cannot be written: it exists and is not a regular file")
 
 
 def test_an_unsupported_architecture_is_named(config: str, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
