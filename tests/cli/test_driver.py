@@ -192,10 +192,11 @@ def test_a_bad_file_of_prompts_is_noted_in_a_few_lines(
 ) -> None:
     Path("prompts.jsonl").write_text("".join(f'{{"prompt": {number}}}\n' for number in range(40)))
     use(monkeypatch)
-    assert main(["run", config]) == 0
+    assert main(["run", config]) == 1, "a run without a prompt of use has failed"
     errors = capsys.readouterr().err.splitlines()
-    assert len(errors) == 6
+    assert len(errors) == 7
     assert errors[0].startswith("rejected prompt 0: InvalidPromptError: got int")
+    assert errors[-1] == "rollout: error: all 40 prompts were rejected; out.parquet says why"
     rows = read_trajectories(Path("out.parquet"))
     assert [row.group_id for row in rows] == [str(number) for number in range(40)]
     assert all(row.finish_reason is FinishReason.ERROR and row.error for row in rows)
