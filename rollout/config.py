@@ -6,7 +6,7 @@ read as YAML. Unknown keys are refused. Every failure is a `ConfigError` of one 
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
 from pydantic import (
@@ -28,6 +28,9 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, protected_namespaces=()
     )
+
+
+S = TypeVar("S", bound=Section)
 
 
 class ModelConfig(Section):
@@ -206,13 +209,20 @@ def load_config(source: Path | str | Mapping[str, Any], overrides: Iterable[str]
     Raises `ConfigError` for a missing or malformed file, an unknown key or a bad value.
     """
     if isinstance(source, Mapping):
-        where, raw = "config", dict(source)
-    else:
-        where, raw = str(source), _read_yaml(Path(source))
+        return load_section(Config, source, overrides, where="config")
+    return load_section(Config, _read_yaml(Path(source)), overrides, where=str(source))
+
+
+def load_section(kind: type[S], raw: Mapping[str, Any], overrides: Iterable[str], *, where: str) -> S:
+    """Validate `raw` as a section; `where` is what an error calls its origin.
+
+    Raises `ConfigError` for an unknown key or a bad value.
+    """
+    values = dict(raw)
     for override in overrides:
-        raw = _with_override(raw, override)
+        values = _with_override(values, override)
     try:
-        return Config.model_validate(raw)
+        return kind.model_validate(values)
     except ValidationError as error:
         raise ConfigError(f"{where}: {_one_line(error)}") from None
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from rollout.cli import model, run
+from rollout.cli import bench, model, run
 from rollout.cli.interrupt import EXIT_CODE
 from rollout.errors import ConfigError, RolloutError
 
@@ -47,6 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     run.add_parser(commands)
     model.add_parser(commands)
+    bench.add_parser(commands)
     return parser
 
 

@@ -4,10 +4,10 @@ This module refuses what can be known to be wrong before Ray and torch are impor
 """
 
 import argparse
-import os
 from pathlib import Path
 
 from rollout.cli.interrupt import Interrupt
+from rollout.cli.output import check_writable
 from rollout.config import Config, load_config
 from rollout.errors import ConfigError
 from rollout.model.spec import read_spec
@@ -37,7 +37,7 @@ def _run(args: argparse.Namespace) -> int:
     inputs = [args.config] + ([config.run.prompts.path] if config.run.prompts.kind == "file" else [])
     outputs = [path for path in (config.run.out, args.json) if path is not None]
     for index, path in enumerate(outputs):
-        _check_writable(path)
+        check_writable(path)
         if path.resolve() in {other.resolve() for other in (*inputs, *outputs[:index])}:
             raise ConfigError(f"{path}: cannot be written: it is named as another file of this run, too")
 
@@ -56,14 +56,3 @@ def _config(args: argparse.Namespace) -> Config:
     if args.out is None:
         return config
     return config.model_copy(update={"run": config.run.model_copy(update={"out": args.out})})
-
-
-def _check_writable(path: Path) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None
-    if path.is_symlink() or (path.exists() and not path.is_file()):
-        raise ConfigError(f"{path}: cannot be written: it exists and is not a regular file")
-    if not os.access(path.parent, os.W_OK):
-        raise ConfigError(f"{path}: cannot be written: no permission for its directory")
