@@ -103,6 +103,8 @@ class RolloutCounters:
     preemptions: int = 0
     export_failures: int = 0
     restore_failures: int = 0
+    displaced_images: int = 0
+    """Images that a pool gave up for ones that are needed sooner."""
     exclusive_pages: int = 0
     """Pages that only the suspended trajectory used, over all suspensions."""
     freed_pages: int = 0
@@ -120,7 +122,7 @@ class ServiceStats:
     """Trajectories by phase, now; delivered ones are no longer counted."""
     counters: RolloutCounters
     troubles: tuple[str, ...] = ()
-    """The last workers lost, exports and restores failed, with the reasons."""
+    """The last workers lost, exports and restores failed, images displaced and nodes that spilled, with the reasons."""
     workers: tuple[WorkerStats, ...] = ()
     """Those that answered."""
     pools: tuple[PoolStats, ...] = field(default=())

@@ -6,9 +6,9 @@ Everything here is plain data without torch or Ray; what crosses a process bound
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from itertools import groupby
-from typing import Any, NewType
+from typing import Any, NamedTuple, NewType
 
 from rollout.errors import InvalidSamplingError
 
@@ -223,6 +223,27 @@ class Image:
     @property
     def pages(self) -> int:
         return sum(run.pages for run in self.runs)
+
+
+class Wait(IntEnum):
+    """What a trajectory that left an image waits for, soonest to need it first."""
+
+    STARTING = 0
+    """A worker is about to read it."""
+    QUEUED = 1
+    """For a worker; or it is being suspended and will be."""
+    HELD = 2
+    """For somebody to resume it."""
+    RUNNING = 3
+    """For nothing: it has its KV. The image spares bytes if it is suspended again, and tokens if its worker is lost."""
+
+
+class Turn(NamedTuple):
+    """When an image is expected to be needed, as an order among images: less is sooner."""
+
+    wait: Wait
+    order: int
+    """Of the trajectory: its position in submission order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ from rollout.control.messages import (
     Command,
     Drop,
     Event,
+    Expect,
     Export,
     Exported,
     Release,
@@ -211,7 +212,7 @@ class LocalService:
                     self.exports.append(command)
                 case Export():
                     self.export(command)
-                case Retain() | Drop():
+                case Retain() | Expect() | Drop():
                     pass
 
     def export(self, order: Export) -> None:

@@ -18,6 +18,7 @@ from rollout.control.groups import Groups
 from rollout.control.messages import (
     Admitted,
     Command,
+    Displaced,
     Drop,
     Event,
     Export,
@@ -31,6 +32,7 @@ from rollout.control.messages import (
     Release,
     RestoreFailed,
     Sampled,
+    Spilled,
     Start,
     Stop,
     WorkerDown,
@@ -45,6 +47,7 @@ from rollout.types import (
     Delivery,
     FinishReason,
     Keep,
+    NodeId,
     Phase,
     ResumeReport,
     Then,
@@ -71,6 +74,7 @@ class Controller:
         self._groups = Groups()
         self._tally: Counter[str] = Counter()
         self._troubles: deque[str] = deque(maxlen=TROUBLES)
+        self._spilled: set[NodeId] = set()
 
     # What drivers ask ---------------------------------------------------------------------------------
 
@@ -117,6 +121,7 @@ class Controller:
                 commands += self._enqueue(record, now)
             elif record.intent is not None and record.intent.then is not Then.FINISH:
                 record.intent = Intent(keep=record.intent.keep, then=Then.REQUEUE)
+                commands += record.pooled.expect(record.turn)
         return report, commands + self._dispatch()
 
     def resolve(self, ids: Sequence[str] | None) -> tuple[list[Record], tuple[TrajectoryId, ...]]:
@@ -142,7 +147,7 @@ class Controller:
 
     @property
     def troubles(self) -> tuple[str, ...]:
-        """The last workers lost, exports and restores failed, with the reasons."""
+        """The last workers lost, exports and restores failed, images displaced and nodes that spilled."""
         return tuple(self._troubles)
 
     @property
@@ -165,9 +170,11 @@ class Controller:
             case WorkerDown():
                 commands = self._worker_down(event, now)
             case Exported():
-                commands = self._exported(event, now)
+                commands = self._displaced(event.displaced, event.trajectory_id) + self._exported(event, now)
             case ExportFailed():
-                commands = self._export_failed(event, now)
+                commands = self._displaced(event.displaced, event.trajectory_id) + self._export_failed(event, now)
+            case Spilled():
+                commands = self._spilled_to_disk(event)
         return commands + self._dispatch()
 
     def _report(self, report: WorkerReport, now: float) -> list[Command]:
@@ -191,8 +198,10 @@ class Controller:
                 self._tally["tokens"] += record.sampled(event)
             case Admitted():
                 self._tally.update(record.admitted(event))
+                return record.pooled.expect(record.turn)
             case Preempted():
                 self._tally["preemptions"] += record.preempted()
+                return record.pooled.expect(record.turn)
             case RestoreFailed():
                 return self._restore_failed(record, event)
             case Finished():
@@ -225,7 +234,7 @@ class Controller:
         release = self._release(record)
         if event.kv_tokens <= record.pooled.kv_tokens or intent.keep is Keep.NONE or intent.then is Then.FINISH:
             return [release, *self._settle(record, now)]
-        record.pooled.exporting_to(worker.node)
+        record.pooled.export_to(worker.node, record.turn)
         return [
             Export(
                 worker=worker.worker_id,
@@ -236,7 +245,9 @@ class Controller:
                 prompt_pages=event.prompt_pages,
                 page_keys=event.page_keys,
                 base=record.pooled.image,
-            )
+                turn=record.turn,
+            ),
+            *record.pooled.expect(record.turn),
         ]
 
     def _exported(self, event: Exported, now: float) -> list[Command]:
@@ -244,7 +255,7 @@ class Controller:
         if record is None:
             return self._exported_too_late(event)
         self._tally["exported_bytes"] += event.sent_bytes
-        return [self._release(record), *record.pooled.replace(event.image), *self._settle(record, now)]
+        return [self._release(record), *record.pooled.stored(event.image), *self._settle(record, now)]
 
     def _exported_too_late(self, event: Exported) -> list[Command]:
         """Nobody wants this image, or it was told before. A later export is told of with what that retains."""
@@ -252,8 +263,7 @@ class Controller:
         if record is None:
             return Pooled(event.trajectory_id).let_go_of(event.image)
         if record.pooled.image == event.image or record.phase is Phase.SUSPENDING:
-            for run in event.image.runs:
-                record.pooled.exporting_to(run.node)
+            record.pooled.may_be_at(event.image)
             return []
         return record.pooled.let_go_of(event.image)
 
@@ -265,6 +275,26 @@ class Controller:
         self._troubles.append(f"{record.trajectory_id}: export: {event.error}")
         return [self._release(record), *self._settle(record, now)]
 
+    def _displaced(self, displaced: Sequence[Displaced], by: TrajectoryId) -> list[Command]:
+        """Images that made room for one that is needed sooner are gone: their trajectories recompute."""
+        commands: list[Command] = []
+        lost: list[TrajectoryId] = []
+        for displacement in displaced:
+            record = self._groups.get(displacement.trajectory_id)
+            if record is not None and record.pooled.displaced(displacement.segments):
+                commands += record.pooled.replace(None)
+                lost.append(record.trajectory_id)
+        if lost:
+            self._tally["displaced_images"] += len(lost)
+            self._troubles.append(f"{by}: its image displaced {len(lost)} needed later: {', '.join(lost)}")
+        return commands
+
+    def _spilled_to_disk(self, event: Spilled) -> list[Command]:
+        if event.node not in self._spilled:
+            self._spilled.add(event.node)
+            self._troubles.append(f"node {event.node}: its object store spilled {event.nbytes} bytes to disk")
+        return []
+
     def _stop(self, record: Record, intent: Intent, now: float) -> list[Command]:
         """An abort of a trajectory that is not over; a second one changes only what becomes of it."""
         commands: list[Command] = []
@@ -272,6 +302,8 @@ class Controller:
             worker = record.workers[-1]
             commands.append(Stop(worker=worker, trajectory_id=record.trajectory_id, epoch=record.epoch))
         record.intent = intent
+        if record.phase is Phase.SUSPENDING:
+            commands += record.pooled.expect(record.turn)
         if record.phase is Phase.QUEUED:
             self._fleet.dequeue(record)
             record.enter(Phase.SUSPENDED)
@@ -335,6 +367,7 @@ class Controller:
             record.workers.append(worker.worker_id)
             record.epoch += 1
             record.enter(Phase.RESTORING if record.pooled.image is not None else Phase.PREFILLING)
+            commands += record.pooled.expect(record.turn)
             commands.append(
                 Start(
                     worker=worker.worker_id,
@@ -353,7 +386,7 @@ class Controller:
         if record.phase is not Phase.QUEUED:
             record.enter(Phase.QUEUED)
         self._fleet.enqueue(record)
-        return []
+        return record.pooled.expect(record.turn)
 
     def _settle(self, record: Record, now: float) -> list[Command]:
         """A stopped trajectory keeps what its intent says, and does what that says comes then."""
@@ -365,7 +398,7 @@ class Controller:
         match intent.then:
             case Then.HOLD:
                 self._groups.hold(record)
-                return commands
+                return commands + record.pooled.expect(record.turn)
             case Then.FINISH:
                 return commands + self._end(record, FinishReason.ABORT, now)
             case Then.REQUEUE:

@@ -14,6 +14,7 @@ from rollout.types import (
     SamplingParams,
     SegmentId,
     TrajectoryId,
+    Turn,
     WorkerId,
 )
 
@@ -138,6 +139,15 @@ class WorkerReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Displaced:
+    """A pool gave up the image of a trajectory for one that is needed sooner."""
+
+    trajectory_id: TrajectoryId
+    segments: frozenset[SegmentId]
+    """What of it is gone: at least one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
     """The pool holds the whole image."""
 
@@ -145,6 +155,8 @@ class Exported:
     epoch: int
     image: Image
     sent_bytes: int
+    displaced: tuple[Displaced, ...] = ()
+    """To make room for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,9 +164,20 @@ class ExportFailed:
     trajectory_id: TrajectoryId
     epoch: int
     error: str
+    displaced: tuple[Displaced, ...] = ()
+    """Room was made for it, in vain."""
 
 
-Event = WorkerUp | WorkerDown | WorkerReport | Exported | ExportFailed
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spilled:
+    """Ray has moved objects of a node from its store to disk: what the pools are there to prevent."""
+
+    node: NodeId
+    nbytes: int
+    """Since the pool of the node was started."""
+
+
+Event = WorkerUp | WorkerDown | WorkerReport | Exported | ExportFailed | Spilled
 
 
 # Commands -----------------------------------------------------------------------------------------
@@ -188,6 +211,8 @@ class Export:
     page_keys: tuple[bytes, ...]
     base: Image | None
     """An earlier image, whose whole pages need not be sent again."""
+    turn: Turn
+    """When the trajectory is expected to need the image, as far as is known now; see `Expect`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,6 +234,15 @@ class Retain:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Expect:
+    """From now on this is when the trajectory is expected to need what the pool of `node` holds of it."""
+
+    node: NodeId
+    trajectory_id: TrajectoryId
+    turn: Turn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Drop:
     """The pool of `node` forgets a segment that turned out to be damaged or lost."""
 
@@ -216,4 +250,4 @@ class Drop:
     segment: SegmentId
 
 
-Command = Start | Stop | Export | Release | Retain | Drop
+Command = Start | Stop | Export | Release | Retain | Expect | Drop

@@ -17,6 +17,8 @@ from rollout.types import (
     Then,
     Trajectory,
     TrajectoryId,
+    Turn,
+    Wait,
     WorkerId,
     version_runs,
 )
@@ -90,6 +92,21 @@ class Record:
     @property
     def on_worker(self) -> bool:
         return self.phase in ON_WORKER
+
+    @property
+    def turn(self) -> Turn:
+        """When it is expected to need its image: in the order in which the fleet would start it."""
+        match self.phase:
+            case Phase.RESTORING | Phase.PREEMPTED:
+                wait = Wait.STARTING
+            case Phase.PREFILLING | Phase.DECODING:
+                wait = Wait.RUNNING
+            case Phase.QUEUED:
+                wait = Wait.QUEUED
+            case _:
+                again = self.intent is not None and self.intent.then is Then.REQUEUE
+                wait = Wait.QUEUED if again else Wait.HELD
+        return Turn(wait, self.order)
 
     @property
     def budget_spent(self) -> bool:

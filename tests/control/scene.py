@@ -1,4 +1,4 @@
-"""A controller on a stage: short names for events, and pools that do what they are told to retain."""
+"""A controller on a stage: short names for events, and pools that do what they are told to retain and to expect."""
 
 import itertools
 from collections.abc import Sequence
@@ -8,7 +8,9 @@ from rollout.control.controller import Controller
 from rollout.control.messages import (
     Admitted,
     Command,
+    Displaced,
     Event,
+    Expect,
     Export,
     Exported,
     ExportFailed,
@@ -44,6 +46,7 @@ from rollout.types import (
     Then,
     Trajectory,
     TrajectoryId,
+    Turn,
     Version,
     WorkerId,
 )
@@ -123,12 +126,18 @@ def freed(t: TrajectoryId = T, epoch: int = 1, *, exclusive: int, freed: int) ->
     return Freed(trajectory_id=t, epoch=epoch, exclusive_pages=exclusive, freed_pages=freed)
 
 
-def exported(made: Image, t: TrajectoryId = T, epoch: int = 1, *, sent: int = 0) -> Exported:
-    return Exported(trajectory_id=t, epoch=epoch, image=made, sent_bytes=sent)
+def exported(
+    made: Image, t: TrajectoryId = T, epoch: int = 1, *, sent: int = 0, displaced: Sequence[Displaced] = ()
+) -> Exported:
+    return Exported(trajectory_id=t, epoch=epoch, image=made, sent_bytes=sent, displaced=tuple(displaced))
 
 
-def export_failed(t: TrajectoryId = T, epoch: int = 1) -> ExportFailed:
-    return ExportFailed(trajectory_id=t, epoch=epoch, error="the pool is full")
+def export_failed(t: TrajectoryId = T, epoch: int = 1, *, displaced: Sequence[Displaced] = ()) -> ExportFailed:
+    return ExportFailed(trajectory_id=t, epoch=epoch, error="the pool is full", displaced=tuple(displaced))
+
+
+def displaced(t: TrajectoryId, *segments: str) -> Displaced:
+    return Displaced(trajectory_id=t, segments=frozenset(SegmentId(name) for name in segments))
 
 
 def retain(*segments: str, t: TrajectoryId = T, node: str = "n1") -> Retain:
@@ -144,7 +153,7 @@ def stop(worker: WorkerId = W1, t: TrajectoryId = T, epoch: int = 1) -> Stop:
 
 
 class Scene:
-    """A controller and the time. Every call returns the commands that it led to."""
+    """A controller and the time. Every call returns the commands that it led to, but those of `turns`."""
 
     def __init__(
         self,
@@ -165,6 +174,10 @@ class Scene:
         self.now = 0.0
         self.calls = itertools.count(1)
         self.retained: dict[tuple[NodeId, TrajectoryId], frozenset[SegmentId]] = {}
+        self.turns: dict[tuple[NodeId, TrajectoryId], Turn] = {}
+        """What the pools were told last, by exports and `Expect`."""
+        self.expects = 0
+        """How often they were told by the latter."""
         for worker in workers:
             self.up(worker, room=room)
 
@@ -227,8 +240,11 @@ class Scene:
         for command in commands:
             if isinstance(command, Retain):
                 self.retained[command.node, command.trajectory_id] = command.segments
+            if isinstance(command, Expect | Export):
+                self.turns[command.node, command.trajectory_id] = command.turn
+                self.expects += isinstance(command, Expect)
         self.retained = {key: segments for key, segments in self.retained.items() if segments}
-        return commands
+        return [command for command in commands if not isinstance(command, Expect)]
 
 
 def starts(commands: Sequence[Command]) -> list[tuple[WorkerId, TrajectoryId, int]]:

@@ -26,6 +26,8 @@ from rollout.types import (
     Then,
     Trajectory,
     TrajectoryId,
+    Turn,
+    Wait,
 )
 from tests.control.scene import (
     CONTEXT,
@@ -102,6 +104,7 @@ def test_a_whole_life_with_one_slice_on_each_worker() -> None:
             prompt_pages=1,
             page_keys=slice_over.page_keys,
             base=None,
+            turn=Turn(Wait.QUEUED, 0),
         )
     ]
     assert scene.phase() is Phase.SUSPENDING

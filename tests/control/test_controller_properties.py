@@ -73,9 +73,9 @@ class ControllerInTheWorld(RuleBasedStateMachine):
         self.world.relay(worker, twice=twice)
 
     @precondition(lambda self: self.world.exports)
-    @rule(number=numbers, fail=sometimes)
-    def export(self, number: int, fail: bool) -> None:
-        self.world.export(number, fail=fail)
+    @rule(number=numbers, fail=sometimes, displacing=st.integers(0, 2))
+    def export(self, number: int, fail: bool, displacing: int) -> None:
+        self.world.export(number, fail=fail, displacing=displacing)
 
     @precondition(lambda self: self.world.answers)
     @rule(number=numbers, twice=sometimes, timed_out=sometimes, lost=st.booleans())

@@ -17,8 +17,10 @@ from rollout.control.messages import (
     Admitted,
     Assignment,
     Command,
+    Displaced,
     Drop,
     Event,
+    Expect,
     Export,
     Exported,
     ExportFailed,
@@ -52,6 +54,7 @@ from rollout.types import (
     Then,
     Trajectory,
     TrajectoryId,
+    Turn,
     Version,
     WorkerId,
 )
@@ -218,6 +221,13 @@ class World:
         self.sites = {worker: Site() for worker in WORKERS}
         self.processes = itertools.count(1)
         self.held: defaultdict[tuple[NodeId, TrajectoryId], set[SegmentId]] = defaultdict(set)
+        self.turns: dict[tuple[NodeId, TrajectoryId], Turn] = {}
+        """What the pools were told last."""
+        self.displaced: set[SegmentId] = set()
+        """What the pools gave up for something that is needed sooner."""
+        self.told: set[SegmentId] = set()
+        """What the controller knows of that."""
+        self.displaced_images = 0
         self.segments = itertools.count(1)
         self.exports: list[tuple[Export, str | None]] = []
         """Not yet tried, with the incarnation they are addressed to."""
@@ -304,7 +314,10 @@ class World:
                 case Drop(segment=segment):
                     for held in self.held.values():
                         held.discard(segment)
+                case Expect(node=node, trajectory_id=t, turn=turn):
+                    self.turns[node, t] = turn
                 case Export(worker=worker):
+                    self.turns[command.node, command.trajectory_id] = command.turn
                     self.exports.append((command, self.sites[worker].believed))
                     self.unanswered.add((command.trajectory_id, command.epoch))
                 case _:
@@ -319,7 +332,8 @@ class World:
                 self.started.add(key)
                 assert site.believed is not None, "started on a worker that is down"
                 wanted = {run.segment for run in assignment.image.runs} if assignment.image is not None else set()
-                assert wanted <= self.stored, "an image was dropped that is needed"
+                assert wanted <= self.stored | self.displaced, "an image was dropped that is needed"
+                assert not wanted & self.told, "started from an image that was displaced"
             case Release(trajectory_id=t, epoch=epoch):
                 assert (t, epoch) not in self.released, "released twice"
                 assert (t, epoch) not in self.unanswered, "released during its export"
@@ -378,7 +392,7 @@ class World:
             if luck.random() < 0.3:
                 self.notice(worker, twice=luck.random() < 0.1)
         if luck.random() < 0.7:
-            self.export(luck.randrange(99), fail=luck.random() < 0.2)
+            self.export(luck.randrange(99), fail=luck.random() < 0.2, displacing=luck.choice([0, 0, 1, 2]))
         if luck.random() < 0.7:
             self.answer(
                 luck.randrange(99), twice=luck.random() < 0.1, timed_out=luck.random() < 0.1, lost=luck.random() < 0.5
@@ -423,21 +437,24 @@ class World:
         assert {record.trajectory_id: record.snapshot() for record in self.records} == before
         assert self.controller.counters == counters
 
-    def export(self, number: int, *, fail: bool) -> None:
-        """A pool tries an export, and its answer is under way."""
+    def export(self, number: int, *, fail: bool, displacing: int = 0) -> None:
+        """A pool tries an export, having displaced up to so many images, and its answer is under way."""
         if not self.exports:
             return
         order, incarnation = self.exports.pop(number % len(self.exports))
         key = (order.trajectory_id, order.epoch)
         process = self.sites[order.worker].process
+        made_room = tuple(self._displace(order) for _ in range(min(displacing, len(self._later_than(order)))))
         if fail or process is None or process.incarnation != incarnation or key not in process.parked:
-            self.answers.append(ExportFailed(trajectory_id=key[0], epoch=key[1], error="lost"))
+            self.answers.append(ExportFailed(trajectory_id=key[0], epoch=key[1], error="lost", displaced=made_room))
             return
         assert process.parked[key] == order.kv_tokens
         usable = order.base.kv_tokens // PAGE if order.base is not None else 0
         runs: list[SegmentRun] = []
         for run in order.base.runs if order.base is not None else ():
-            assert run.segment in self.stored, "the base of an export was dropped"
+            assert run.segment in self.stored | self.displaced, "the base of an export was dropped"
+            if run.node == order.node and run.segment in self.displaced:
+                break
             pages = min(run.pages, usable - sum(kept.pages for kept in runs))
             if pages:
                 runs.append(SegmentRun(node=run.node, segment=run.segment, first=run.first, pages=pages))
@@ -446,7 +463,25 @@ class World:
         runs.append(SegmentRun(node=order.node, segment=segment, first=0, pages=pages))
         self.held[order.node, key[0]].add(segment)
         made = Image(runs=tuple(runs), kv_tokens=order.kv_tokens)
-        self.answers.append(Exported(trajectory_id=key[0], epoch=key[1], image=made, sent_bytes=pages))
+        self.answers.append(
+            Exported(trajectory_id=key[0], epoch=key[1], image=made, sent_bytes=pages, displaced=made_room)
+        )
+
+    def _later_than(self, order: Export) -> list[TrajectoryId]:
+        """Who has an image in the pool of an export that is needed later, the last one first."""
+        turn = self.turns[order.node, order.trajectory_id]
+        later = [
+            (self.turns[node, t], t)
+            for (node, t), held in self.held.items()
+            if node == order.node and held and self.turns[node, t] > turn
+        ]
+        return [t for _, t in sorted(later, reverse=True)]
+
+    def _displace(self, order: Export) -> Displaced:
+        victim = self._later_than(order)[0]
+        segments = self.held.pop((order.node, victim))
+        self.displaced |= segments
+        return Displaced(trajectory_id=victim, segments=frozenset(segments))
 
     def answer(self, number: int, *, twice: bool = False, timed_out: bool = False, lost: bool = False) -> None:
         """The answer to an export arrives; `timed_out`: after the controller was told that it failed, or `lost`."""
@@ -457,13 +492,16 @@ class World:
         self.unanswered.discard(key)
         if timed_out:
             self.loose.add(key[0])
+            if lost:
+                self.loose |= {displaced.trajectory_id for displaced in answer.displaced}
             self.handle(ExportFailed(trajectory_id=key[0], epoch=key[1], error="late"))
             if not lost:
                 self.answers.append(answer)
         else:
-            self.handle(answer)
-            if twice:
+            for _ in range(1 + twice):
+                self.told |= {segment for displaced in answer.displaced for segment in displaced.segments}
                 self.handle(answer)
+            self.displaced_images += len(answer.displaced)
 
     # What must be true --------------------------------------------------------------------------------
 
@@ -500,8 +538,11 @@ class World:
             for run in record.pooled.image.runs if record.pooled.image is not None else ():
                 needed[run.node, record.trajectory_id].add(run.segment)
         for place in {*needed, *self.held}:
-            assert needed[place] <= self.held[place]
-            assert place[1] in under_way or needed[place] == self.held[place]
+            assert needed[place] <= self.held[place] | (self.displaced - self.told)
+            assert place[1] in under_way or self.held[place] <= needed[place]
+        for record in records:
+            for run in record.pooled.image.runs if record.pooled.image is not None else ():
+                assert self.turns[run.node, record.trajectory_id] == record.turn
 
     def finish(self) -> None:
         """No more faults: whatever was submitted is delivered, once and whole, and nothing is left behind."""
@@ -555,6 +596,7 @@ class World:
             else:
                 assert (trajectory.output_ids, trajectory.finish_reason) == (expected, reason)
         counters = self.controller.counters
+        assert counters.displaced_images <= self.displaced_images
         assert counters.trajectories == len(self.delivered)
         assert counters.tokens == sum(len(trajectory.output_ids) for trajectory in self.delivered)
         assert counters.suspensions == sum(trajectory.suspensions for trajectory in self.delivered)
