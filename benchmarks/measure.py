@@ -5,7 +5,7 @@ Other work on the machine then slows all sides alike, and a ratio of medians doe
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated
 
 import numpy as np
@@ -17,9 +17,9 @@ Repeats = Annotated[int, Field(ge=5)]
 
 def timed(work: Callable[[], object]) -> float:
     """Seconds that `work` takes."""
-    start = time.perf_counter()
+    start = time.monotonic()
     work()
-    return time.perf_counter() - start
+    return time.monotonic() - start
 
 
 def interleaved(
@@ -38,8 +38,15 @@ def interleaved(
     return measured
 
 
-def medians(measured: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    return {name: statistics.median(values) for name, values in measured.items()}
+def medians(measured: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Of each name's values."""
+    rows = list(measured)
+    return {name: statistics.median(row[name] for row in rows) for name in rows[0]}
+
+
+def in_ms(seconds: Mapping[str, float]) -> dict[str, float]:
+    """The same durations under names that give their unit, in milliseconds."""
+    return {f"{name}_ms": round(1e3 * value, 3) for name, value in seconds.items()}
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
@@ -48,13 +55,15 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 class MemoryCopy:
-    """A plain copy of `nbytes` between two buffers of this process, both touched before."""
+    """Plain copies between two buffers of this process, both touched before."""
 
-    def __init__(self, nbytes: int) -> None:
-        self._source = np.ones(nbytes, dtype=np.uint8)
-        self._target = np.zeros(nbytes, dtype=np.uint8)
-        self()
+    def __init__(self, most_bytes: int) -> None:
+        self._source = np.ones(most_bytes, dtype=np.uint8)
+        self._target = np.zeros(most_bytes, dtype=np.uint8)
+        self(most_bytes)
 
-    def __call__(self) -> float:
-        """Seconds that it takes."""
-        return timed(lambda: np.copyto(self._target, self._source))
+    def __call__(self, nbytes: int) -> float:
+        """Seconds to copy `nbytes`."""
+        source, target = self._source[:nbytes], self._target[:nbytes]
+        assert source.nbytes == nbytes, (source.nbytes, nbytes)
+        return timed(lambda: np.copyto(target, source))

@@ -1,0 +1,182 @@
+"""A traced service, and trajectories whose KV is moved out of and into its workers, with the time of each move.
+
+Export: from the driver's call of `abort(keep="pool", then="hold")` until the worker has freed the pages. A step
+that is under way when the stop reaches the engine is not part of that: its rest is told apart (`step_wait`),
+since how long a step takes is not a matter of moving KV. Restore: from the driver's call of `resume` until
+the sequence is in the decode batch. Both ends are read from the monotonic clock, which all processes of a
+machine share.
+"""
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+from unittest import mock
+
+import ray
+
+from benchmarks.tracing import Mark, Trace, TracedPool, TracedWorker
+from rollout.client import AsyncRollout, Rollout
+from rollout.cluster import launch, pool
+from rollout.config import load_config
+from rollout.errors import DeadlineError
+from rollout.types import SamplingParams
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+TIMEOUT_S = 300.0
+POLL_S = 0.05
+SETTLE_S = 0.05
+"""For what a move left behind, such as objects that Ray frees when it gets to it."""
+STEPS_BETWEEN = 2
+"""Tokens to sample after a restore, so that there is more KV than the pool knew."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """One export or restore."""
+
+    nbytes: int
+    seconds: float
+    phases: Mapping[str, float]
+    """What `seconds` is made of, in order."""
+    aside: Mapping[str, float]
+    """Other durations, which are not part of `seconds`."""
+
+
+class Scene:
+    """A service of traced workers. Ends with its context."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        path = os.environ.get("PYTHONPATH")
+        # What is started below finds this package wherever the driver runs.
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(CHECKOUT), *([path] if path else [])])
+        try:
+            with mock.patch.object(launch, "Worker", TracedWorker), mock.patch.object(pool, "Pool", TracedPool):
+                service = launch.launch(load_config(config))
+        finally:
+            os.environ.pop("PYTHONPATH")
+            if path is not None:
+                os.environ["PYTHONPATH"] = path
+        client = AsyncRollout(service.controller, service.description, key_prefix="", on_close=service.close)
+        self.client = Rollout(client)
+        count = service.description.config.cluster.workers
+        self._workers = service.actors[1 : 1 + count]
+        self._pools = service.actors[1 + count :]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.client.close()
+
+    def begin(self, tokens: int, *, seed: int) -> str:
+        """A trajectory with a random prompt of so many tokens, prefilled, that never ends; returns its id."""
+        draw = random.Random(seed)
+        vocabulary = range(self.client.tokenizer.vocab_size)
+        sampling = SamplingParams(max_new_tokens=1 << 15, ignore_eos=True)
+        (group,) = self.client.submit([draw.choices(vocabulary, k=tokens)], sampling=sampling)
+        self._until(lambda: any(mark.name == "sampled" for mark in self.marks()), "a first token")
+        return f"{group}/0"
+
+    def marks(self) -> list[Mark]:
+        """What the workers and pools did since this was called last."""
+        refs = [actor.marks.remote() for actor in (*self._workers, *self._pools)]
+        return [mark for marks in ray.get(refs, timeout=TIMEOUT_S) for mark in marks]
+
+    def forget(self, trajectory: str) -> None:
+        """Make the pool forget what it holds of a running trajectory, so that an export sends all of it again."""
+        ray.get([each.retain.remote(trajectory, frozenset()) for each in self._pools], timeout=TIMEOUT_S)
+        time.sleep(SETTLE_S)
+
+    def export(self, trajectory: str) -> Move:
+        """Suspend a running trajectory."""
+        self.marks()
+        before = self.client.stats().counters.exported_bytes
+        start = time.monotonic()
+        report = self.client.abort([trajectory], keep="pool", then="hold", timeout_s=TIMEOUT_S)
+        answered = time.monotonic()
+        assert not report.unreached, report
+        trace = self._trace("free")
+        stop, parked, freed = trace.first("stop"), trace.first("abort"), trace.first("free")
+        stored, released = trace.first("pool"), trace.first("release")
+        wait = trace.within("step", stop.begin, parked.begin)
+        exporting = trace.seconds("export")
+        phases = {
+            "command": stop.begin - start,
+            "park": parked.end - stop.begin - wait,
+            "to_pool": stored.begin - parked.end,
+            "gather": trace.seconds("gather"),
+            "checksum": trace.seconds("describe"),
+            "rest_of_export": exporting - trace.seconds("gather") - trace.seconds("describe"),
+            "store": stored.seconds - exporting,
+            "to_release": released.begin - stored.end,
+            "free": freed.end - released.begin,
+        }
+        return Move(
+            nbytes=self.client.stats().counters.exported_bytes - before,
+            seconds=freed.end - start - wait,
+            phases=phases,
+            aside={"abort_call": answered - start, "step_wait": wait},
+        )
+
+    def restore(self, trajectory: str) -> Move:
+        """Resume a suspended trajectory, and let it sample a little."""
+        self.marks()
+        before = self._restored_bytes()
+        start = time.monotonic()
+        report = self.client.resume([trajectory])
+        assert trajectory in report.resumed, report
+        trace = self._trace("restored", then=("sampled",) * STEPS_BETWEEN)
+        begun, submitted, opened = trace.first("start"), trace.first("submit_restore"), trace.first("open")
+        restored = trace.first("restored")
+        phases = {
+            "command": begun.begin - start,
+            "admit": submitted.begin - begun.begin,
+            "open": opened.end - submitted.begin,
+            "checksum": trace.seconds("verify"),
+            "scatter": trace.seconds("scatter"),
+        }
+        phases["to_batch"] = restored.end - start - sum(phases.values())
+        return Move(nbytes=self._restored_bytes() - before, seconds=restored.end - start, phases=phases, aside={})
+
+    def restart(self, trajectory: str) -> None:
+        """Kill the worker on which a suspended `trajectory` would resume, and wait until it is up again."""
+        workers = self.client.stats().workers
+        (suspended,) = (one for one in self.client.abort([trajectory]).partials if one.trajectory_id == trajectory)
+        victims = [worker for worker in workers if worker.worker != suspended.workers[-1]] or list(workers)
+        os.kill(victims[0].pid, signal.SIGKILL)
+        known = {worker.incarnation for worker in workers}
+        self._until(lambda: any(w.incarnation not in known for w in self.client.stats().workers), "the worker")
+        time.sleep(1.0)  # it warms up
+
+    def _restored_bytes(self) -> int:
+        return sum(worker.engine.restored_bytes for worker in self.client.stats().workers)
+
+    def _trace(self, name: str, then: tuple[str, ...] = ()) -> Trace:
+        """What was done up to the first mark called `name`, and until those that shall follow it were made."""
+        marks: list[Mark] = []
+
+        def done() -> bool:
+            marks.extend(self.marks())
+            names = [mark.name for mark in sorted(marks, key=lambda mark: mark.begin)]
+            if name not in names:
+                return False
+            rest = names[names.index(name) :]
+            return all(rest.count(each) >= then.count(each) for each in then)
+
+        self._until(done, name)
+        return Trace(marks)
+
+    def _until(self, done: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + TIMEOUT_S
+        while not done():
+            if time.monotonic() > deadline:
+                raise DeadlineError(f"waited {TIMEOUT_S:g} s for {what}")
+            time.sleep(POLL_S)
