@@ -14,7 +14,9 @@
     │   ├── SegmentError
     │   │   ├── SegmentMissingError  the pool has no such segment (any more)
     │   │   └── SegmentDamagedError  bytes that do not match their checksum, size or fingerprint
-    │   └── PoolFullError        storing would exceed the byte budget
+    │   ├── PoolFullError        storing would exceed the byte budget
+    │   ├── SupersededError      a later export of the same trajectory is stored
+    │   └── CanaryError          a page, table row or segment that is not what its sequence wrote (`engine.canary`)
     ├── ServiceError             the running service cannot do what was asked
     │   ├── ServiceNotFoundError no service of that name in this cluster
     │   ├── ServiceClosedError   the service was closed
@@ -88,6 +90,31 @@ class SegmentDamagedError(SegmentError):
 
 class PoolFullError(KVError):
     """Storing would exceed the pool's byte budget."""
+
+
+class SupersededError(KVError):
+    """An export that ended after a later one of the same trajectory: nothing of it is kept."""
+
+
+class CanaryError(KVError):
+    """KV that is not what its sequence wrote: `what` differs, first at `position`, in `slot` of `page`."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        what: str = "",
+        sequence: tuple[str, int] | None = None,
+        position: int | None = None,
+        page: int | None = None,
+        slot: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.what = what
+        self.sequence = sequence
+        self.position = position
+        self.page = page
+        self.slot = slot
 
 
 class ServiceError(RolloutError):
