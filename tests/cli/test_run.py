@@ -80,7 +80,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     settings = {
         "model": {"path": str(directory / "model"), "dtype": "float32"},
         "engine": {
-            "max_running": 4,
+            "max_running": len(GOOD) * SAMPLES,  # so that the other worker always has room
             "deterministic": True,
             "chunk_tokens": 32,
             "kv_bytes": "32MiB",
@@ -152,7 +152,7 @@ def test_every_resumed_trajectory_equals_its_uninterrupted_replay(sliced: Run) -
         "mismatches": [],
     }
     assert {name: sliced.report[name] for name in counted} == counted
-    assert 0 < sliced.report["resumed_elsewhere"] <= suspensions
+    assert sliced.report["resumed_elsewhere"] == suspensions
 
 
 def test_the_report_says_what_ran_and_how_much_moved(sliced: Run, directory: Path) -> None:
@@ -225,7 +225,7 @@ def test_ctrl_c_writes_finished_and_partial_trajectories(directory: Path) -> Non
     command = [
         *(sys.executable, "-m", "rollout", "run", str(directory / "run.yaml")),
         *("--out", str(out), "--json", str(report)),
-        *("--set", "sampling.max_new_tokens=400", "--set", "run.samples=64"),
+        *("--set", "sampling.max_new_tokens=400", "--set", "run.samples=64", "--set", "engine.max_running=4"),
     ]
     with (
         subprocess.Popen(
@@ -233,10 +233,10 @@ def test_ctrl_c_writes_finished_and_partial_trajectories(directory: Path) -> Non
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env=os.environ | {"RAY_ADDRESS": "local"},
+            env=os.environ | {"RAY_ADDRESS": "local", "RAY_OVERRIDE_RESOURCES": '{"CPU": 4}'},
             start_new_session=True,
         ) as process,
-        deadline(process, seconds=180),
+        deadline(process, seconds=600),
     ):
         assert process.stderr is not None
         seen = []

@@ -49,7 +49,10 @@ def make_kv_model(path: Path) -> Path:
 
 
 def settings(model: Path, name: str, **sections: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration of two deterministic workers; `sections` add to it field by field."""
+    """A configuration of two deterministic workers; `sections` add to it field by field.
+
+    Its deadlines are for machines that are slow or busy; a test that waits for one sets a shorter one.
+    """
     base: dict[str, dict[str, Any]] = {
         "model": {"path": model, "dtype": "float32"},
         "engine": {
@@ -59,14 +62,14 @@ def settings(model: Path, name: str, **sections: Mapping[str, Any]) -> dict[str,
             "kv_bytes": "32MiB",
             "max_context_tokens": 512,
         },
-        "cluster": {"name": name, "workers": 2, "max_restarts": 100, "health_interval_s": 0.2, "unresponsive_s": 10},
-        "pool": {"budget_bytes": "64MiB", "warm_bytes": "8MiB", "restore_timeout_s": 5, "export_timeout_s": 10},
+        "cluster": {"name": name, "workers": 2, "max_restarts": 100, "health_interval_s": 0.2, "unresponsive_s": 60},
+        "pool": {"budget_bytes": "64MiB", "warm_bytes": "8MiB", "restore_timeout_s": 60, "export_timeout_s": 60},
         "resume": {"prefer": "other"},
     }
     return {name: base.get(name, {}) | dict(sections.get(name, {})) for name in base | sections}
 
 
-def eventually(look: Callable[[], T], *, within_s: float = 60.0) -> T:
+def eventually(look: Callable[[], T], *, within_s: float = 180.0) -> T:
     """The first truthy answer of `look`; fails, with the last one, if there is none in time."""
     deadline = time.monotonic() + within_s
     pause = threading.Event()
@@ -81,7 +84,7 @@ def submit(service: Rollout, keys: Sequence[str] = KEYS) -> None:
     service.submit(PROMPTS, n=SAMPLES, sampling=SAMPLING, key=keys)
 
 
-def collect(service: Rollout, groups: int = len(KEYS), *, within_s: float = 120.0) -> dict[TrajectoryId, Trajectory]:
+def collect(service: Rollout, groups: int = len(KEYS), *, within_s: float = 600.0) -> dict[TrajectoryId, Trajectory]:
     """Take finished groups until there are as many."""
     deliveries = []
     deadline = time.monotonic() + within_s
@@ -97,10 +100,63 @@ def outputs(trajectories: Mapping[TrajectoryId, Trajectory]) -> Outputs:
     return {name: (t.output_ids, t.logprobs) for name, t in trajectories.items()}
 
 
-def sampled(service: Rollout, more: int, *, within_s: float = 60.0) -> None:
+def sampled(service: Rollout, more: int) -> None:
     """Wait until the service has sampled so many tokens more than now."""
     start = service.stats().counters.tokens
-    eventually(lambda: service.stats().counters.tokens >= start + more, within_s=within_s)
+    eventually(lambda: service.stats().counters.tokens >= start + more)
+
+
+def reached(service: Rollout, tokens: int) -> None:
+    """Wait until every trajectory that was not handed out has so many tokens."""
+
+    def fewest() -> int:
+        return inside(
+            controller(service), lambda self: min(len(record.columns) for record in self._core._groups.records())
+        )
+
+    eventually(lambda: fewest() >= tokens)
+
+
+@contextlib.contextmanager
+def limited(service: Rollout, tokens: int = SAMPLING.max_new_tokens - 1) -> Iterator[Callable[[int], None]]:
+    """No trajectory gets more than `tokens` tokens inside this, so that none of the batch ends, however fast the
+    machine is and however late the test acts.
+
+    Yields a function that sets another limit. Worker processes that are started inside this know no limit.
+    """
+
+    def install(self: Any, tokens: int) -> None:
+        import dataclasses
+
+        scheduler = self._host._engine._scheduler
+
+        def plan() -> Any:
+            found = type(scheduler).plan(scheduler)
+            going_on = [
+                sequence
+                for sequence in found.decode
+                if len(sequence.columns) < tokens or sequence.computed + 1 < len(sequence.tokens)  # a replay goes on
+            ]
+            return dataclasses.replace(found, decode=tuple(going_on))
+
+        scheduler.plan = plan
+        self._host._wake()
+
+    def lift(self: Any) -> None:
+        if self._host is not None:  # it was restarted inside this
+            vars(self._host._engine._scheduler).pop("plan", None)
+            self._host._wake()
+
+    def limit(tokens: int) -> None:
+        for worker in workers(service).values():
+            inside(worker, install, tokens)
+
+    try:
+        limit(tokens)
+        yield limit
+    finally:
+        for worker in workers(service).values():
+            worker.__ray_call__.remote(lift)  # not waited for: it may be dead or stopped
 
 
 def is_prefix(partial: Trajectory, of: Outputs) -> bool:
@@ -111,8 +167,8 @@ def is_prefix(partial: Trajectory, of: Outputs) -> bool:
 
 
 def busy(service: Rollout) -> str:
-    """A worker that runs something."""
-    return next(worker.worker for worker in service.stats().workers if worker.engine.running)
+    """A worker that runs something; if nothing may end there (see `limited`), it still does when this returns."""
+    return eventually(lambda: next((one.worker for one in service.stats().workers if one.engine.running), ""))
 
 
 def hold(service: Rollout, worker: str, copy: str, flags: Path) -> tuple[Path, Path]:
@@ -150,7 +206,7 @@ def held_exports(service: Rollout, flags: Path) -> Iterator[Callable[[], bool]]:
             go_on.touch()
 
 
-def inside(actor: Any, run: Callable[..., T], *args: Any, timeout_s: float = 30.0) -> T:
+def inside(actor: Any, run: Callable[..., T], *args: Any, timeout_s: float = 120.0) -> T:
     """What `run(the actor's object, *args)` returns in the actor."""
     result: T = ray.get(actor.__ray_call__.remote(run, *args), timeout=timeout_s)
     return result
@@ -180,13 +236,14 @@ def engines(service: Rollout) -> list[EngineStats]:
 
 
 def pool(service: Rollout) -> PoolStats:
-    """Of the one node."""
-    (stats,) = service.stats().pools
+    """Of the one node, once it answers."""
+    (stats,) = eventually(lambda: service.stats().pools)
     return stats
 
 
 def at_rest(service: Rollout, workers: int = 2) -> bool:
-    """Nothing runs, is parked or stored, and every page is free or in a prefix tree."""
+    """Nothing runs, is parked or stored, every page is free or in a prefix tree, and the controller knows all that
+    happened: its counters stay as they are."""
     stats = service.stats()
     found = [worker.engine for worker in stats.workers]
     kept = [(one.stored, one.reserved, one.still_read, one.segments) for one in stats.pools]
@@ -197,7 +254,22 @@ def at_rest(service: Rollout, workers: int = 2) -> bool:
         and all(engine.pages.free + engine.pages.tree == engine.pages.total for engine in found)
         and all(worker.exporting == 0 for worker in stats.workers)
         and set(kept) == {(0, 0, 0, 0)}
+        and all_told(service)
     )
+
+
+def all_told(service: Rollout) -> bool:
+    """Whether the controller has taken in every event that the workers had when this was called."""
+
+    def told(self: Any) -> bool:
+        with self._host._changed:
+            batch = self._host._unacknowledged
+            return not self._host._outbox and batch is not None and not batch.events
+
+    try:
+        return all(inside(worker, told) for worker in workers(service).values())
+    except ray.exceptions.RayActorError:
+        return False  # one has died just now
 
 
 def images(service: Rollout) -> dict[TrajectoryId, Image]:

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -18,15 +17,18 @@ from tests.cluster.scene import (
     Outputs,
     busy,
     collect,
+    controller,
     engines,
     eventually,
     held_exports,
     images,
+    inside,
     is_prefix,
+    limited,
     outputs,
     pids,
     pool,
-    sampled,
+    reached,
     submit,
 )
 
@@ -38,7 +40,8 @@ def by_id(report: AbortReport) -> dict[TrajectoryId, Trajectory]:
 
 
 def settled(service: Rollout, phase: Phase, count: int) -> None:
-    eventually(lambda: service.stats().phases.get(phase) == count)
+    """Wait until so many are in a phase, without asking workers, which may be stuck."""
+    eventually(lambda: inside(controller(service), lambda self: self._core.phases).get(phase) == count)
 
 
 @pytest.mark.parametrize("keep", ["auto", "pool", "none"])
@@ -46,9 +49,10 @@ def test_held_trajectories_return_their_tokens_and_continue_when_resumed(
     service: Rollout, truth: Outputs, keep: str
 ) -> None:
     before = service.stats().counters
-    submit(service)
-    sampled(service, 150)
-    report = service.abort(keep=keep, then="hold")
+    with limited(service):
+        submit(service)
+        reached(service, 30)
+        report = service.abort(keep=keep, then="hold")
     partials = by_id(report)
     assert set(partials) == set(IDS)
     assert all(is_prefix(partial, truth) and partial.finish_reason is None for partial in partials.values())
@@ -57,7 +61,7 @@ def test_held_trajectories_return_their_tokens_and_continue_when_resumed(
     kept = {name: image.kv_tokens for name, image in images(service).items()}
     assert kept == ({} if keep == "none" else kv)
     assert (pool(service).stored > 0) == (keep != "none")
-    assert sum(engine.parked for engine in eventually(lambda: engines(service))) == 0
+    eventually(lambda: [engine.parked for engine in engines(service)] == [0, 0])
     tokens = service.stats().counters.tokens
     assert set(service.resume().resumed) == set(IDS)
     trajectories = collect(service)
@@ -72,9 +76,10 @@ def test_held_trajectories_return_their_tokens_and_continue_when_resumed(
 
 
 def test_finished_by_an_abort_is_delivered_with_the_tokens_so_far(service: Rollout, truth: Outputs) -> None:
-    submit(service)
-    sampled(service, 150)
-    partials = by_id(service.abort(then="finish"))
+    with limited(service):
+        submit(service)
+        reached(service, 30)
+        partials = by_id(service.abort(then="finish"))
     trajectories = collect(service)
     assert outputs(trajectories) == outputs(partials)
     for trajectory in trajectories.values():
@@ -84,27 +89,29 @@ def test_finished_by_an_abort_is_delivered_with_the_tokens_so_far(service: Rollo
 
 
 def test_requeued_goes_on_by_itself(service: Rollout, truth: Outputs) -> None:
-    submit(service)
-    sampled(service, 150)
-    report = service.abort(then="requeue")
-    assert set(report.found) == set(IDS)
+    with limited(service):
+        submit(service)
+        reached(service, 30)
+        report = service.abort(then="requeue")
+        assert set(report.found) == set(IDS)
     trajectories = collect(service)
     assert outputs(trajectories) == truth
     assert {t.suspensions for t in trajectories.values()} == {1}
 
 
 def test_a_groups_id_stands_for_its_members_and_a_trajectorys_for_itself(service: Rollout, truth: Outputs) -> None:
-    submit(service)
-    sampled(service, 50)
-    assert service.abort(["ann"]).found == ("ann/0", "ann/1")
-    assert service.abort(["bob/1", "bob/1"]).found == ("bob/1",)
+    with limited(service):
+        submit(service)
+        reached(service, 10)
+        assert service.abort(["ann"]).found == ("ann/0", "ann/1")
+        assert service.abort(["bob/1", "bob/1"]).found == ("bob/1",)
     settled(service, Phase.FINISHED, 1)
     assert service.abort(["bob"]).finished == ("bob/0",)
     assert service.resume(["bob/1"]).resumed == ("bob/1",)
-    (group,) = service.next_groups(1, timeout_s=60)
-    assert group.group_id == "bob"
+    bob = collect(service, 1)
+    assert set(bob) == set(IDS[2:])
     assert service.resume(["ann"]).resumed == ("ann/0", "ann/1")
-    trajectories = collect(service, 1) | {t.trajectory_id: t for t in group.trajectories}
+    trajectories = collect(service, 1) | bob
     assert outputs(trajectories) == truth
     assert trajectories[IDS[2]].suspensions == 0
 
@@ -121,9 +128,10 @@ def test_unknown_ids_are_said_to_be_unknown_and_disturb_nothing(service: Rollout
 
 
 def test_a_key_that_begins_like_another_is_another(service: Rollout, truth: Outputs) -> None:
-    submit(service, ["job-1", "job-10"])
-    sampled(service, 50)
-    assert service.abort(["job-1"], then="finish").found == ("job-1/0", "job-1/1")
+    with limited(service):
+        submit(service, ["job-1", "job-10"])
+        reached(service, 10)
+        assert service.abort(["job-1"], then="finish").found == ("job-1/0", "job-1/1")
     trajectories = collect(service)
     undisturbed = [(trajectories[TrajectoryId(f"job-10/{i}")]) for i in range(SAMPLES)]
     assert [(t.output_ids, t.logprobs) for t in undisturbed] == [
@@ -133,19 +141,25 @@ def test_a_key_that_begins_like_another_is_another(service: Rollout, truth: Outp
 
 
 def test_an_abort_right_after_the_submission_takes_effect(service: Rollout, truth: Outputs) -> None:
-    submit(service)
-    partials = by_id(service.abort(keep="pool"))
+    before = service.stats().counters
+    with limited(service):
+        submit(service)
+        partials = by_id(service.abort(keep="pool"))
     assert set(partials) == set(IDS)
-    assert all(is_prefix(partial, truth) and len(partial.output_ids) < 20 for partial in partials.values())
+    assert all(is_prefix(partial, truth) and partial.finish_reason is None for partial in partials.values())
+    stats = service.stats()
+    assert stats.phases == {Phase.SUSPENDED: len(IDS)}
+    assert stats.counters.tokens - before.tokens == sum(len(partial.output_ids) for partial in partials.values())
     service.resume()
     assert outputs(collect(service)) == truth
 
 
 def test_what_has_no_token_yet_is_aborted_cleanly(service: Rollout, truth: Outputs) -> None:
-    service.submit(PROMPTS[:1] * 4, n=2, sampling=SAMPLING, key=["a", "b", "c", "d"])
-    submit(service)
-    assert service.stats().phases[Phase.QUEUED] == len(IDS)
-    partials = by_id(service.abort(["ann", "bob/0"], then="hold")) | by_id(service.abort(["bob/1"], then="finish"))
+    with limited(service):
+        service.submit(PROMPTS[:1] * 4, n=2, sampling=SAMPLING, key=["a", "b", "c", "d"])
+        submit(service)
+        assert service.stats().phases[Phase.QUEUED] == len(IDS)
+        partials = by_id(service.abort(["ann", "bob/0"], then="hold")) | by_id(service.abort(["bob/1"], then="finish"))
     for partial in partials.values():
         assert (partial.output_ids, partial.logprobs, partial.versions, partial.workers) == ((), (), (), ())
     service.abort(["a", "b", "c", "d"], keep="none", then="finish")
@@ -159,9 +173,9 @@ def test_what_has_no_token_yet_is_aborted_cleanly(service: Rollout, truth: Outpu
 
 def test_aborted_twice_during_its_export_it_is_released_once(service: Rollout, truth: Outputs, tmp_path: Path) -> None:
     before = service.stats().counters
-    submit(service)
-    sampled(service, 100)
-    with held_exports(service, tmp_path) as begun:
+    with limited(service), held_exports(service, tmp_path) as begun:
+        submit(service)
+        reached(service, 20)
         assert set(service.abort(keep="pool", then="requeue", timeout_s=0).unreached) == set(IDS)
         eventually(begun)
         assert set(service.abort(keep="pool", then="hold", timeout_s=0.1).unreached) == set(IDS)
@@ -179,9 +193,9 @@ def test_resumed_during_its_export_it_goes_on_without_being_asked_again(
     service: Rollout, truth: Outputs, tmp_path: Path
 ) -> None:
     before = service.stats().counters
-    submit(service)
-    sampled(service, 100)
-    with held_exports(service, tmp_path) as begun:
+    with limited(service), held_exports(service, tmp_path) as begun:
+        submit(service)
+        reached(service, 20)
         service.abort(keep="pool", then="hold", timeout_s=0)
         eventually(begun)
         assert set(service.resume().resumed) == set(IDS)
@@ -193,21 +207,21 @@ def test_what_a_stuck_worker_runs_is_unreached_in_bounded_time_and_stopped_later
     service: Rollout, truth: Outputs
 ) -> None:
     before = service.stats().counters
-    submit(service)
-    sampled(service, 50)
-    pid = pids(service)[busy(service)]
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        start = time.monotonic()
-        report = service.abort(keep="pool", then="hold", timeout_s=1.5)
-        took = time.monotonic() - start
-    finally:
-        os.kill(pid, signal.SIGCONT)
-    assert 1.0 < took < 5.0
-    assert report.unreached
-    assert report.found
-    assert {*report.unreached, *report.found} == set(IDS)
-    settled(service, Phase.SUSPENDED, len(IDS))
+    with limited(service):
+        submit(service)
+        reached(service, 10)
+        pid = pids(service)[busy(service)]
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            report = service.abort(keep="pool", then="hold", timeout_s=1.5)  # raises if it takes much longer
+            settled(service, Phase.SUSPENDED, SAMPLES)  # of each group, one on the other worker
+            later = service.abort(keep="pool", then="hold", timeout_s=0.0)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        assert {*report.unreached, *report.found} == set(IDS)
+        assert set(later.unreached) <= set(report.unreached)
+        assert len(later.unreached) == len(later.found) == SAMPLES
+        settled(service, Phase.SUSPENDED, len(IDS))
     service.resume()
     assert outputs(collect(service)) == truth
     assert service.stats().counters.workers_lost == before.workers_lost

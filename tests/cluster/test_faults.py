@@ -24,11 +24,12 @@ from tests.cluster.scene import (
     hold,
     images,
     inside,
+    limited,
     outputs,
     pids,
     pool,
     pools,
-    sampled,
+    reached,
     submit,
     workers,
 )
@@ -42,17 +43,19 @@ def kill(service: Rollout, worker: str) -> int:
 
 
 def back(service: Rollout, worker: str, killed: int) -> None:
-    """Wait until the worker is there again, as another process."""
+    """Wait until the worker is there again, as another process, and the controller gives it work."""
     eventually(lambda: pids(service).get(worker, killed) != killed)
+    eventually(lambda: inside(controller(service), lambda self: self._core._fleet.get(worker) is not None))
 
 
 def suspended(service: Rollout) -> None:
     """The batch, stopped in the middle, with all its KV in the pool."""
-    submit(service)
-    sampled(service, 150)
-    service.abort(keep="pool", then="hold")
+    with limited(service):
+        submit(service)
+        reached(service, 30)
+        service.abort(keep="pool", then="hold")
     assert set(images(service)) == set(IDS)
-    assert all_in_shared_memory(service)
+    eventually(lambda: all_in_shared_memory(service))
 
 
 def since(service: Rollout, before: RolloutCounters, name: str) -> int:
@@ -63,10 +66,11 @@ def test_a_worker_killed_while_it_decodes_costs_recomputation_only_and_comes_bac
     service: Rollout, truth: Outputs
 ) -> None:
     before = service.stats().counters
-    submit(service)
-    sampled(service, 150)
-    victim = busy(service)
-    pid = kill(service, victim)
+    with limited(service):
+        submit(service)
+        reached(service, 30)
+        victim = busy(service)
+        pid = kill(service, victim)
     assert outputs(collect(service)) == truth
     assert since(service, before, "workers_lost") == 1
     assert since(service, before, "restarts") > 0
@@ -82,15 +86,16 @@ def test_a_worker_killed_in_the_middle_of_an_export_costs_recomputation_only(
     service: Rollout, truth: Outputs, tmp_path: Path
 ) -> None:
     before = service.stats().counters
-    submit(service)
-    sampled(service, 150)
-    victim = busy(service)
-    begun, _ = hold(service, victim, "gather", tmp_path)
-    service.abort(keep="pool", then="requeue", timeout_s=0)
-    eventually(begun.exists)
-    pid = kill(service, victim)
+    with limited(service):
+        submit(service)
+        reached(service, 30)
+        victim = busy(service)
+        begun, _ = hold(service, victim, "gather", tmp_path)
+        service.abort(keep="pool", then="requeue", timeout_s=0)
+        eventually(begun.exists)
+        pid = kill(service, victim)
     assert outputs(collect(service)) == truth
-    assert since(service, before, "workers_lost") == 1
+    eventually(lambda: since(service, before, "workers_lost") == 1)
     assert since(service, before, "export_failures") > 0
     assert since(service, before, "recomputed_tokens") > 0
     back(service, victim, pid)
@@ -101,6 +106,8 @@ def test_a_worker_killed_in_the_middle_of_a_restore_costs_nothing_that_the_pool_
 ) -> None:
     before = service.stats().counters
     suspended(service)
+    for worker in workers(service).values():  # the leases of readers that are killed end sooner
+        inside(worker, lambda self: setattr(self._host._engine._restorer, "_timeout_s", 10.0))
     begun = {worker: hold(service, worker, "scatter", tmp_path)[0] for worker in workers(service)}
     service.resume()
     for worker, flag in begun.items():
@@ -117,11 +124,16 @@ def test_an_export_that_takes_too_long_is_given_up_and_its_pages_wait_for_it(
     service: Rollout, truth: Outputs, tmp_path: Path
 ) -> None:
     before = service.stats().counters
-    submit(service)
-    sampled(service, 150)
-    victim = busy(service)
-    _, go_on = hold(service, victim, "gather", tmp_path)
-    service.abort(keep="pool", then="requeue", timeout_s=0)
+    (actor,) = pools(service)
+    usual = inside(actor, lambda self: self._timeout_s)
+    inside(actor, lambda self: setattr(self, "_timeout_s", 10.0))
+    with limited(service):
+        submit(service)
+        reached(service, 30)
+        victim = busy(service)
+        begun, go_on = hold(service, victim, "gather", tmp_path)
+        service.abort(keep="pool", then="requeue", timeout_s=0)
+        eventually(begun.exists)
     assert outputs(collect(service)) == truth
     assert since(service, before, "export_failures") > 0
     stats = next(worker for worker in service.stats().workers if worker.worker == victim)
@@ -130,7 +142,8 @@ def test_an_export_that_takes_too_long_is_given_up_and_its_pages_wait_for_it(
     assert pool(service).reserved > 0
     go_on.touch()
     eventually(lambda: pool(service).reserved == 0)
-    eventually(lambda: sum(engine.parked for engine in engines(service)) == 0)
+    eventually(lambda: [engine.parked for engine in engines(service)] == [0, 0])
+    inside(actor, lambda self: setattr(self, "_timeout_s", usual))
 
 
 def hurt(service: Rollout, trajectory: TrajectoryId, how: Callable[[Any, str], None]) -> None:
@@ -198,6 +211,8 @@ def lost(ref: Any) -> bool:
         ray.get(ref, timeout=5.0)
     except ray.exceptions.ObjectLostError:
         return True
+    except ray.exceptions.GetTimeoutError:
+        return False
     return False
 
 
@@ -270,17 +285,18 @@ def test_a_fault_in_a_background_task_of_the_controller_fails_what_waits_for_it(
     service: Rollout, truth: Outputs
 ) -> None:
     before = service.stats().counters
-    submit(service)
-    sampled(service, 150)
 
     def break_exports(self: Any) -> Any:
         pools, self._pools = self._pools, {}
         return pools
 
-    kept = inside(controller(service), break_exports)
-    try:
-        service.abort(keep="pool", then="requeue", timeout_s=5)
-        assert since(service, before, "export_failures") == len(IDS)
-    finally:
-        inside(controller(service), lambda self, pools: setattr(self, "_pools", pools), kept)
+    with limited(service):
+        submit(service)
+        reached(service, 30)
+        kept = inside(controller(service), break_exports)
+        try:
+            assert set(service.abort(keep="pool", then="requeue").found) == set(IDS)
+            assert since(service, before, "export_failures") == len(IDS)
+        finally:
+            inside(controller(service), lambda self, pools: setattr(self, "_pools", pools), kept)
     assert outputs(collect(service)) == truth

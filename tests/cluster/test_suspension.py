@@ -20,9 +20,10 @@ from tests.cluster.scene import (
     engines,
     eventually,
     images,
+    limited,
     outputs,
     pool,
-    sampled,
+    reached,
     submit,
 )
 
@@ -31,13 +32,16 @@ def test_a_suspended_batch_continues_on_other_workers_without_prefilling_a_token
     service: Rollout, truth: Outputs
 ) -> None:
     before, prefilled = service.stats().counters, sum(engine.prefilled_tokens for engine in engines(service))
-    submit(service)
-    for _ in range(3):
-        sampled(service, 100)
-        report = service.abort(keep="pool", then="hold")
-        assert set(report.found) == set(IDS)
-        assert all_in_shared_memory(service)
-        service.resume()
+    with limited(service, 40) as limit:
+        submit(service)
+        for tokens in (40, 80, 120):
+            limit(tokens)
+            service.resume()
+            reached(service, tokens - 20)
+            report = service.abort(keep="pool", then="hold")
+            assert set(report.found) == set(IDS)
+            eventually(lambda: all_in_shared_memory(service))
+    service.resume()
     trajectories = collect(service)
     after = service.stats().counters
     assert outputs(trajectories) == truth
@@ -52,9 +56,10 @@ def test_a_suspended_batch_continues_on_other_workers_without_prefilling_a_token
 
 def test_four_siblings_stopped_together_store_their_prompt_once(service: Rollout) -> None:
     before = pool(service)
-    service.submit(PROMPTS[:1], n=4, sampling=SAMPLING, key="group")
-    sampled(service, 150)
-    service.abort(keep="pool", then="hold")
+    with limited(service):
+        service.submit(PROMPTS[:1], n=4, sampling=SAMPLING, key="group")
+        reached(service, 30)
+        service.abort(keep="pool", then="hold")
     kept = [image.kv_tokens for image in images(service).values()]
     after = pool(service)
     shared_tokens = PROMPT_TOKENS // PAGE_TOKENS * PAGE_TOKENS
@@ -73,11 +78,12 @@ def test_a_prompt_that_another_trajectory_generated_is_restored_as_prefill_wrote
     prompt = [*PROMPTS[0], *truth[source][0][:88]]
     service.submit([prompt], sampling=SAMPLING, key="later")
     alone = outputs(collect(service, 1))
-    service.submit(PROMPTS, n=SAMPLES, sampling=replace(SAMPLING, max_new_tokens=400), key=KEYS)
-    sampled(service, 120 * len(IDS))
-    service.abort(keep="pool", then="hold")
-    assert images(service)[source].kv_tokens > len(prompt)
-    service.submit([prompt], sampling=SAMPLING, key="later")
-    sampled(service, 40)
-    service.abort(["later"], keep="pool", then="requeue")
+    with limited(service):
+        service.submit(PROMPTS, n=SAMPLES, sampling=replace(SAMPLING, max_new_tokens=400), key=KEYS)
+        reached(service, 120)
+        service.abort(keep="pool", then="hold")
+        assert images(service)[source].kv_tokens > len(prompt)
+        service.submit([prompt], sampling=SAMPLING, key="later")
+        reached(service, 40)
+        assert service.abort(["later"], keep="pool", then="requeue").found == ("later/0",)
     assert outputs(collect(service, 1)) == alone

@@ -28,7 +28,7 @@ def test_pools_of_two_nodes_never_make_ray_spill_and_a_lost_node_costs_recomputa
             [sys.executable, "-m", "tests.cluster.two_nodes", str(model), str(tmp_path / "seen.json")],
             capture_output=True,
             text=True,
-            timeout=240,
+            timeout=1200,
             cwd=Path(__file__).parents[2],
             env=os.environ | RAY_SETTINGS | {"RAY_TMPDIR": apart},
         )

@@ -16,7 +16,7 @@ from ray.cluster_utils import Cluster
 import rollout
 from rollout.client import Rollout
 from rollout.types import SamplingParams, Trajectory, TrajectoryId
-from tests.cluster.scene import collect, eventually, outputs, sampled
+from tests.cluster.scene import collect, eventually, limited, outputs, reached
 
 STORE_BYTES = 200 << 20
 BUCKET_BYTES = 8 << 20
@@ -36,8 +36,8 @@ CONFIG: dict[str, Any] = {
         "kv_bytes": "128MiB",
         "max_context_tokens": 160,
     },
-    "cluster": {"workers": 2, "health_interval_s": 0.2, "start_timeout_s": 60},
-    "pool": {"budget_bytes": "40MiB", "reserve_bytes": 2 * BUCKET_BYTES, "warm_bytes": "4MiB", "restore_timeout_s": 10},
+    "cluster": {"workers": 2, "health_interval_s": 0.2, "start_timeout_s": 600},
+    "pool": {"budget_bytes": "40MiB", "reserve_bytes": 2 * BUCKET_BYTES, "warm_bytes": "4MiB", "restore_timeout_s": 60},
     "resume": {"prefer": "other"},
 }
 
@@ -59,9 +59,10 @@ def disturbed(service: Rollout) -> dict[TrajectoryId, Trajectory]:
     buckets: list[Any] = []
     for first in range(0, GROUPS, WAVE):
         buckets = [*buckets[-1:], ray.put(np.zeros(BUCKET_BYTES, dtype=np.uint8))]
-        submit(service, range(first, first + WAVE))
-        sampled(service, 4 * WAVE)
-        service.abort(keep="pool", then="hold")
+        with limited(service, SAMPLING.max_new_tokens - 1):
+            submit(service, range(first, first + WAVE))
+            reached(service, 4)
+            service.abort(keep="pool", then="hold")
         for pool in service.stats().pools:
             assert pool.stored + pool.reserved + pool.still_read <= pool.budget, pool
     service.resume()
@@ -85,9 +86,10 @@ def main(model: str, out: Path) -> None:
             seen[name] = getattr(after.counters, name) - getattr(before.counters, name)
         seen["refused"] = [pool.refused for pool in after.pools]
         seen["spilled"] = spilled()
-        submit(service, range(WAVE))
-        sampled(service, 4 * WAVE)
-        service.abort(keep="pool", then="hold")
+        with limited(service, SAMPLING.max_new_tokens - 1):
+            submit(service, range(WAVE))
+            reached(service, 4)
+            service.abort(keep="pool", then="hold")
         cluster.remove_node(second, allow_graceful=False)
         service.resume()
         without = outputs(collect(service, WAVE))
