@@ -12,9 +12,9 @@ the calls between driver, controller, pool and worker, and the engine.
 Cold: the first moves of a process that has touched no shared memory (pool.warm_bytes=0); and those after the worker
 was killed and started again, with warm_bytes as set. Each is measured once per restart.
 
-Load: SmolLM2 decodes a full batch; in every second block, every `every` steps, one trajectory of about `tokens` tokens
-is exported out of the batch and another restored into it. `decode_slowdown` is the time of all steps in blocks with
-moves, divided by that of as many without.
+Load: SmolLM2 decodes a full batch; in the middle of every second block of steps one trajectory of a little more than
+`tokens` tokens is exported out of the batch and another restored into it. `decode_slowdown` is the time of all steps
+in blocks with moves, divided by that of as many without.
 """
 
 import statistics
@@ -29,7 +29,7 @@ from pydantic import ByteSize, PositiveInt
 
 from benchmarks.load import Load, measure_load
 from benchmarks.measure import MemoryCopy, Repeats, in_ms, medians, timed
-from benchmarks.moves import Move, Scene
+from benchmarks.moves import SETTLE_S, Move, Scene
 from benchmarks.standin import StandIn
 from rollout.config import Section
 from rollout.kv.image import describe, verify
@@ -210,8 +210,11 @@ def _isolated(settings: Settings, nbytes: int) -> dict[str, Any]:
             "ray_get": timed(lambda: ray.get(data)),
         }
         views = ray.get(data)
+        del data
         row["verify"] = timed(lambda: verify(manifest, views, range(count), tokens, fingerprint))
         row["scatter"] = timed(lambda: storage.scatter(pages, tokens, views))
+        del views
+        time.sleep(SETTLE_S)
         return row
 
     rows = [turn() for _ in range(PASSES_UNMEASURED + settings.repeats)]

@@ -28,10 +28,8 @@ class Load(Section):
     """Sequences in the decode batch."""
     steps: PositiveInt = 300
     """Decode steps with moves, and as many without."""
-    blocks: PositiveInt = 5
-    """Parts into which each half is cut."""
     every: PositiveInt = 20
-    """Steps between two exports, and between two restores."""
+    """Steps of a block; in every second block one export and one restore fall."""
     tokens: PositiveInt = 200
     """Prompt of each trajectory that is moved."""
     movers: PositiveInt = 4
@@ -83,40 +81,37 @@ class _Run:
 
     def measure(self, ratios: dict[str, float]) -> dict[str, Any]:
         load = self._load
-        length = load.steps // load.blocks
         self._block(WARM_STEPS, moving=False)
         self._swap()
         self._block(WARM_STEPS, moving=False)
         self._moves = self._moved_bytes = 0
         blocks: dict[bool, list[list[float]]] = {False: [], True: []}
-        for index in range(load.blocks):
+        for index in range(-(-load.steps // load.every)):
             for moving in (False, True) if index % 2 == 0 else (True, False):
-                blocks[moving].append(self._block(length, moving=moving))
+                blocks[moving].append(self._block(load.every, moving=moving))
         still, moved = (list(itertools.chain(*blocks[moving])) for moving in (False, True))
+        pairs = [sum(with_moves) / sum(without) for without, with_moves in zip(*blocks.values(), strict=True)]
         ratios["decode_slowdown"] = sum(moved) / sum(still)
         return {
             "moves": self._moves,
             "bytes_per_move": self._moved_bytes // max(1, self._moves),
             "still": _summary(still),
             "moving": _summary(moved),
-            "block_s": {
-                "still": [round(sum(block), 3) for block in blocks[False]],
-                "moving": [round(sum(block), 3) for block in blocks[True]],
-            },
+            "median_of_pairs": statistics.median(pairs),
+            "pairs": [round(pair, 4) for pair in pairs],
         }
 
     def _block(self, length: int, *, moving: bool) -> list[float]:
         """Seconds from one step's end to the next one's, `length` times."""
         self._steps = []
         self._scene.marks()
-        due = self._load.every // 2
         deadline = time.monotonic() + TIMEOUT_S
         while len(self._steps) <= length:
             time.sleep(POLL_S)
             self._look()
-            if moving and due <= len(self._steps) <= length:
+            if moving and len(self._steps) >= length // 2:
                 self._swap()
-                due += self._load.every
+                moving = False
             if time.monotonic() > deadline:
                 raise DeadlineError(f"{len(self._steps)} of {length} steps within {TIMEOUT_S:g} s")
         ends = [step.end for step in self._steps[: length + 1]]
