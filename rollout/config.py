@@ -58,8 +58,49 @@ class EngineConfig(Section):
     deterministic mode a multiple of page_tokens."""
     prefill_tokens: PositiveInt = 512
     """Most prompt tokens prefilled in one step, over all sequences."""
+    eviction: Literal["lru", "shared_first"] = "lru"
+    """What leaves the KV cache when pages run out: the least recently used, or, with shared_first staying longest,
+    pages that only one trajectory ever used before those of shared prompts."""
+    tail_hold_s: PositiveFloat = 60.0
+    """Seconds for which the last, partly filled page of a trajectory kept on the device is held for its return."""
+    canary: bool = False
+    """Check before every forward that each page of KV is the one that its sequence wrote. Slow; to find faults."""
     deterministic: bool = False
     """Make resumed equal uninterrupted bit for bit, at the price of padding."""
+
+
+class WriteThrough(Section):
+    kind: Literal["write_through"]
+    """Copy pages to the host as soon as the prefix tree has them."""
+
+
+class WriteThroughSelective(Section):
+    kind: Literal["write_through_selective"]
+    """Copy pages to the host once they were found `hits` times."""
+    hits: PositiveInt = 2
+
+
+class WriteBack(Section):
+    kind: Literal["write_back"]
+    """Copy pages to the host when they are evicted from the device: a page is in one of the two."""
+
+
+class NoWrites(Section):
+    kind: Literal["none"]
+    """The prefix tree never uses the host; trajectories suspended with `keep: host` do."""
+
+
+WritePolicy = WriteThrough | WriteThroughSelective | WriteBack | NoWrites
+
+
+class HostConfig(Section):
+    bytes: ByteSize = ByteSize(0)
+    """Memory of each worker for a second tier of its KV cache; pinned with CUDA. 0: there is none."""
+    write: Annotated[WritePolicy, Field(discriminator="kind")] = WriteThroughSelective(kind="write_through_selective")
+    """When pages of the prefix tree are copied to the host."""
+    load_back_tokens: int | None = Field(default=None, ge=0)
+    """A prefix found on the host is computed again if it is shorter than this; null: where copying takes longer
+    than computing, by the rates measured on the running worker."""
 
 
 class ClusterConfig(Section):
@@ -101,8 +142,8 @@ class PoolConfig(Section):
 class AbortConfig(Section):
     slice_tokens: PositiveInt | None = None
     """Tokens generated before a trajectory is suspended and queued again; null: never."""
-    keep: Literal["pool", "none"] = "pool"
-    """Where a suspended trajectory's KV goes."""
+    keep: Literal["auto", "device", "host", "pool", "none"] = "pool"
+    """Where a suspended trajectory's KV goes; auto: the pool."""
 
 
 class ResumeConfig(Section):
@@ -195,6 +236,7 @@ class RunConfig(Section):
 class Config(Section):
     model: ModelConfig
     engine: EngineConfig = EngineConfig()
+    host: HostConfig = HostConfig()
     cluster: ClusterConfig = ClusterConfig()
     pool: PoolConfig = PoolConfig()
     abort: AbortConfig = AbortConfig()

@@ -1,20 +1,32 @@
 """Snapshots of a running service: frozen values, each counter since start unless its docstring says otherwise."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rollout.types import NodeId, Phase, WorkerId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PageCounts:
-    """Device pages of one worker by what they are for; the four last add up to `total`."""
+class TierStats:
+    """One tier of a worker's KV cache, in pages. `free + tree + private + reserved = total`, now."""
 
     total: int
     free: int
     tree: int
+    """In the prefix tree."""
     private: int
+    """Of one sequence or suspended trajectory alone."""
     reserved: int
     """Destinations of copies that are not complete."""
+    hits: int
+    """Found here when a sequence was admitted."""
+    misses: int
+    """Looked for when a sequence was admitted, and found neither here nor, for the host, on the device."""
+    evicted: int
+    arrived: int
+    """Copied in from the other tier."""
+    failed: int
+    """Of copies from the other tier that failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,9 +49,12 @@ class EngineStats:
     """Positions taken from the prefix tree at admission."""
     restored_bytes: int
     preemptions: int
-    evicted_pages: int
-    pages: PageCounts
-    """Now."""
+    load_back_tokens: float
+    """Least length of a prefix on the host that is loaded rather than computed again, now."""
+    device: TierStats
+    host: TierStats
+    page_bytes: int
+    """Of the pages that these count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,26 +73,49 @@ class WorkerStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolStats:
-    """The pool of one node, in bytes unless said otherwise."""
+    """The pool of one node, in bytes unless said otherwise.
+
+    `stored + reserved + still_read` and what of `copied` is more than one longest image are at most `budget`.
+    """
 
     node: NodeId
     budget: int
     stored: int
-    """In segments that a trajectory needs, now."""
+    """In segments that a trajectory, or an export under way, needs, now."""
     reserved: int
     """Charged for exports under way, now."""
     still_read: int
     """In segments that nobody needs but a reader holds, now."""
+    copied: int
+    """Charged for what readers of this node have open from other nodes, now."""
     segments: int
     """Number, now."""
-    exports: int
-    """Number."""
-    sent: int
+    images: int
+    """Trajectories that have something here, number, now."""
+    exports: int = 0
+    """Completed, number."""
+    warm_exports: int = 0
+    """Of these, into memory that the worker's process had touched before, as far as can be told; number."""
+    cold_exports: int = 0
+    """Number. Exports of which nothing was sent are neither."""
+    sent: int = 0
     """Bytes that workers sent."""
-    shared: int
+    shared: int = 0
     """Bytes that were not sent since the pool had them."""
+    read_here: int = 0
+    """Bytes handed out to readers of this node."""
+    read_elsewhere: int = 0
+    """Bytes handed out to readers of other nodes."""
     refused: int
     """Exports refused for lack of budget, number."""
+    refused_copies: int
+    """Copies from other nodes refused for lack of budget, number; more than once for one that waited."""
+    displaced_images: int
+    """Given up for ones that are needed sooner, number."""
+    dropped: Mapping[str, int]
+    """Segments that are gone, by reason (`kv.ledger.DropReason`), number."""
+    spilled: int | None
+    """Bytes of anything that Ray moved from this node's store to disk, as far as seen; None if that is not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,11 +136,15 @@ class RolloutCounters:
     restored_tokens: int = 0
     cached_tokens: int = 0
     """Found in a worker's prefix tree by a trajectory that had KV before."""
+    loaded_tokens: int = 0
+    """Copied from a worker's host memory, whatever had put it there."""
     recomputed_tokens: int = 0
     """Had KV once and were computed again."""
     preemptions: int = 0
     export_failures: int = 0
     restore_failures: int = 0
+    keep_failures: int = 0
+    """Trajectories whose KV could not be moved to where it was to be kept on its worker, and stayed where it was."""
     displaced_images: int = 0
     """Images that a pool gave up for ones that are needed sooner."""
     exclusive_pages: int = 0

@@ -50,8 +50,14 @@ class Keep(StrEnum):
     """Where an abort puts the KV."""
 
     AUTO = "auto"
+    DEVICE = "device"
+    """On the worker, until its pages are needed for something else."""
+    HOST = "host"
+    """In host memory of the worker."""
     POOL = "pool"
+    """In the object store, for any worker."""
     NONE = "none"
+    """Nowhere: it is computed again."""
 
 
 class Then(StrEnum):
@@ -255,7 +261,9 @@ class Resume:
 
     worker: WorkerId
     cached_tokens: int
-    """Found in the worker's own prefix tree."""
+    """Found in the device memory of the worker."""
+    loaded_tokens: int = 0
+    """Copied from the worker's host memory."""
     restored_tokens: int
     """Read from the pool."""
     recomputed_tokens: int

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollout.config import EngineConfig, ModelConfig
+from rollout.config import EngineConfig, HostConfig, ModelConfig
 from rollout.control.controller import Controller
 from rollout.control.messages import (
     Command,
@@ -20,6 +20,8 @@ from rollout.control.messages import (
     Expect,
     Export,
     Exported,
+    KeepThere,
+    Recall,
     Release,
     Retain,
     Start,
@@ -31,8 +33,10 @@ from rollout.control.messages import (
 from rollout.control.records import Record, Submission
 from rollout.engine.assembly import Assembled, assemble
 from rollout.errors import SegmentMissingError
+from rollout.kv.fence import Fence
 from rollout.kv.image import describe
 from rollout.kv.restore import Segment
+from rollout.kv.tiers import PageRef
 from rollout.model.spec import read_spec
 from rollout.types import (
     Delivery,
@@ -66,8 +70,8 @@ class LocalPool:
         """Readers wait for it."""
         self.gate.set()
 
-    def store(self, source: Assembled, pages: Sequence[int], tokens: int) -> Image:
-        buffers = [buffer.copy() for buffer in source.storage.gather(pages, tokens)]
+    def store(self, source: Assembled, pages: Sequence[PageRef], tokens: int, fence: Fence) -> Image:
+        buffers = [buffer.copy() for buffer in source.storage.gather(pages, tokens, fence)]
         for buffer in buffers:
             buffer.flags.writeable = False
         manifest = describe(
@@ -102,11 +106,13 @@ class LocalService:
         slice_tokens: int | None = None,
         keep: Keep = Keep.POOL,
         dtype: str = "float32",
+        host: dict[str, Any] | None = None,
         **engine: Any,
     ) -> None:
         self.pool = LocalPool()
         self.now = 0.0
         self.model = ModelConfig.model_validate({"path": path, "dtype": dtype})
+        self.host = HostConfig.model_validate(host or {})
         self.config = EngineConfig.model_validate({"kv_bytes": 8 << 20, "max_running": 4} | engine)
         self.core = Controller(
             workers=workers, max_context=2048, slice_tokens=slice_tokens, keep=keep, prefer_other=True
@@ -123,6 +129,7 @@ class LocalService:
         self.workers[worker] = assemble(
             self.model,
             self.config,
+            self.host,
             read_spec(self.model.path),
             reader=self.pool,
             restore_timeout_s=60.0,
@@ -179,7 +186,7 @@ class LocalService:
 
     def free_pages(self) -> list[int]:
         """Of each worker, pages that nobody holds: free ones and what the tree may give up."""
-        counts = [assembled.engine.stats.pages for assembled in self.workers.values()]
+        counts = [assembled.engine.stats.device for assembled in self.workers.values()]
         assert all(count.private == count.reserved == 0 for count in counts), counts
         return [count.free + count.tree for count in counts]
 
@@ -208,6 +215,10 @@ class LocalService:
                     self.workers[command.worker].engine.abort((command.trajectory_id, command.epoch))
                 case Release():
                     self.workers[command.worker].engine.release((command.trajectory_id, command.epoch))
+                case KeepThere():
+                    self.workers[command.worker].engine.keep((command.trajectory_id, command.epoch), command.where)
+                case Recall():
+                    self.workers[command.worker].engine.recall((command.trajectory_id, command.epoch))
                 case Export() if self.exports is not None:
                     self.exports.append(command)
                 case Export():
@@ -217,8 +228,7 @@ class LocalService:
 
     def export(self, order: Export) -> None:
         source = self.workers[order.worker]
-        table = source.engine.parked_pages((order.trajectory_id, order.epoch))
-        pages = table[: -(-order.kv_tokens // source.storage.page_tokens)]
-        image = self.pool.store(source, pages, order.kv_tokens)
+        pages, fence = source.engine.sources((order.trajectory_id, order.epoch))
+        image = self.pool.store(source, pages, order.kv_tokens, fence)
         sent = order.kv_tokens * source.storage.token_bytes
         self.handle(Exported(trajectory_id=order.trajectory_id, epoch=order.epoch, image=image, sent_bytes=sent))

@@ -6,6 +6,7 @@ core hears of that.
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -23,12 +24,15 @@ from rollout.control.messages import (
     Command,
     Drop,
     Event,
+    Expect,
     Export,
-    Exported,
     ExportFailed,
+    KeepThere,
+    Recall,
     Release,
     RestoreFailed,
     Retain,
+    Spilled,
     Start,
     Stop,
     WorkerDown,
@@ -53,6 +57,8 @@ CALL_S = 10.0
 """Deadline of a call that should answer at once."""
 RETRY_S = 0.5
 """Pause between two looks at a worker that is being restarted."""
+SPILL_LOOK_S = 5.0
+"""Pause between two questions to the pools whether their nodes spill."""
 
 
 class ControllerActor:
@@ -83,7 +89,8 @@ class ControllerActor:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def begin(self) -> None:
-        """Start watching the workers."""
+        """Start watching the workers, and the object stores of their nodes."""
+        self._spawn(self._watch_stores(), lambda _: None)
         for described in self._described:
             worker = described.worker
             self._spawn(self._watch(self._workers[worker], described), partial(self._give_up, worker))
@@ -149,11 +156,19 @@ class ControllerActor:
                 case Stop():
                     worker, incarnation = self._address(command.worker)
                     worker.stop.remote(incarnation, (command.trajectory_id, command.epoch))
+                case KeepThere():
+                    worker, incarnation = self._address(command.worker)
+                    worker.keep.remote(incarnation, (command.trajectory_id, command.epoch), command.where)
+                case Recall():
+                    worker, incarnation = self._address(command.worker)
+                    worker.recall.remote(incarnation, (command.trajectory_id, command.epoch))
                 case Release():
                     worker, incarnation = self._address(command.worker)
                     worker.release.remote(incarnation, (command.trajectory_id, command.epoch))
                 case Retain():
                     self._pools[command.node].retain.remote(command.trajectory_id, command.segments)
+                case Expect():
+                    self._pools[command.node].expect.remote(command.trajectory_id, command.turn)
                 case Drop():
                     self._pools[command.node].drop.remote(command.segment)
                 case Export():
@@ -170,15 +185,24 @@ class ControllerActor:
         if not done:
             self._export_failed(order, f"the pool did not answer within {timeout_s:g} s")
         try:
-            image, sent = await answer
+            event = await answer
         except RayError as error:
             self._export_failed(order, one_line(error))
             return
-        self._handle(Exported(trajectory_id=order.trajectory_id, epoch=order.epoch, image=image, sent_bytes=sent))
+        if isinstance(event, ExportFailed):
+            logger.warning("%s: its KV was not stored: %s", order.trajectory_id, event.error)
+        self._handle(event)
 
     def _export_failed(self, order: Export, error: str) -> None:
         logger.warning("%s: its KV was not stored: %s", order.trajectory_id, error)
         self._handle(ExportFailed(trajectory_id=order.trajectory_id, epoch=order.epoch, error=error))
+
+    async def _watch_stores(self) -> None:
+        while True:
+            await asyncio.sleep(SPILL_LOOK_S)
+            for node, pool in list(self._pools.items()):
+                if nbytes := await self._ask(pool.spilled):
+                    self._handle(Spilled(node=node, nbytes=nbytes))
 
     def _address(self, worker: WorkerId) -> tuple[Any, str]:
         return self._workers[worker], self._incarnations[worker]
@@ -193,7 +217,7 @@ class ControllerActor:
             self._incarnations[current.worker] = current.incarnation
             if current.node not in self._pools:
                 self._pools[current.node] = start_pool(self._config, current)
-            worker.warm.remote()
+            self._spawn(self._warm(worker, current), lambda _: None)
             self._handle(
                 WorkerUp(
                     worker=current.worker,
@@ -206,6 +230,13 @@ class ControllerActor:
             logger.warning("worker %s is lost: %s", current.worker, error)
             self._down(current, error, final=False)
             current = await self._recover(worker, current)
+
+    async def _warm(self, worker: Any, described: WorkerDescription) -> None:
+        """Have a worker touch shared memory, and tell the pool it exports to."""
+        with contextlib.suppress(RayError, TimeoutError):
+            async with asyncio.timeout(self._config.cluster.start_timeout_s):
+                await worker.warm.remote()
+            self._pools[described.node].warmed.remote(described.incarnation)
 
     async def _relay(self, worker: Any, described: WorkerDescription, wait_s: float, unresponsive_s: float) -> str:
         """Poll one incarnation for as long as it answers; returns why it does no more."""

@@ -10,18 +10,24 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rollout.errors import SegmentMissingError
+from rollout.kv.fence import Fence
 from rollout.kv.image import Buffer
+from rollout.kv.tiers import PageRef
 from rollout.types import SequenceKey
 
 
 @dataclass(slots=True, kw_only=True)
 class _Parked:
-    pages: tuple[int, ...]
+    pages: tuple[PageRef, ...]
     kv_tokens: int
+    fence: Fence
     deadline: float
+    expired: Callable[[], None]
+    finish: list[Callable[[], None]] = field(default_factory=list)
+    """What to do once it is closed and read by nobody."""
     readers: int = 0
     """Exports at work and buffers alive."""
     closed: bool = False
@@ -35,6 +41,8 @@ class Exports:
         self._lock = threading.Lock()
         self._parked: dict[SequenceKey, _Parked] = {}
         self._gone: queue.SimpleQueue[SequenceKey] = queue.SimpleQueue()
+        self._ends: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        """Of sequences that were not open to exports."""
         self._wake = wake
 
     @property
@@ -43,13 +51,26 @@ class Exports:
         with self._lock:
             return sum(parked.readers > 0 for parked in self._parked.values())
 
-    def open(self, key: SequenceKey, pages: tuple[int, ...], kv_tokens: int, deadline: float) -> None:
-        """A sequence was parked; its pages can be exported until `deadline`."""
-        with self._lock:
-            self._parked[key] = _Parked(pages=pages, kv_tokens=kv_tokens, deadline=deadline)
+    def open(
+        self,
+        key: SequenceKey,
+        pages: tuple[PageRef, ...],
+        kv_tokens: int,
+        fence: Fence,
+        deadline: float,
+        expired: Callable[[], None],
+    ) -> None:
+        """A sequence was parked; its pages can be exported, after `fence`, until `deadline`.
 
-    def begin(self, key: SequenceKey) -> tuple[tuple[int, ...], int]:
-        """Page table and KV count of a parked sequence, kept until `end`.
+        `expired` is what `collect` returns then.
+        """
+        with self._lock:
+            self._parked[key] = _Parked(
+                pages=pages, kv_tokens=kv_tokens, fence=fence, deadline=deadline, expired=expired
+            )
+
+    def begin(self, key: SequenceKey) -> tuple[tuple[PageRef, ...], int, Fence]:
+        """Pages and KV count of a parked sequence, kept until `end`, and what must be computed before they are read.
 
         Raises `SegmentMissingError` if it is not parked any more.
         """
@@ -58,7 +79,7 @@ class Exports:
             if parked is None or parked.closed:
                 raise SegmentMissingError(f"{key[0]} epoch {key[1]} is not parked on this worker")
             parked.readers += 1
-            return parked.pages, parked.kv_tokens
+            return parked.pages, parked.kv_tokens, parked.fence
 
     def end(self, key: SequenceKey, buffers: Sequence[Buffer] = ()) -> None:
         """The export that `begin` started reads no more than `buffers`, as long as they live."""
@@ -72,20 +93,27 @@ class Exports:
         self._gone.put(key)
         self._wake()
 
-    def close(self, key: SequenceKey) -> None:
-        """No new export may begin."""
+    def close(self, key: SequenceKey, finish: Callable[[], None]) -> None:
+        """No new export may begin; `finish` is what `collect` returns once none is under way."""
         with self._lock:
-            if key in self._parked:
-                self._parked[key].closed = True
+            parked = self._parked.get(key)
+            if parked is None:
+                self._ends.put(finish)
+            else:
+                parked.closed = True
+                parked.finish.append(finish)
 
-    def collect(self, now: float) -> list[SequenceKey]:
-        """Sequences whose pages can be freed now: closed or past their deadline, and read by nobody."""
+    def collect(self, now: float) -> list[Callable[[], None]]:
+        """What to do now, for sequences that are closed or past their deadline, and read by nobody."""
         with self._lock:
             while not self._gone.empty():
                 self._parked[self._gone.get()].readers -= 1
             for parked in self._parked.values():
-                parked.closed = parked.closed or parked.deadline <= now
+                if not parked.closed and parked.deadline <= now:
+                    parked.closed = True
+                    parked.finish.append(parked.expired)
             done = [key for key, parked in self._parked.items() if parked.closed and not parked.readers]
-            for key in done:
-                del self._parked[key]
-        return done
+            finish = [what for key in done for what in self._parked.pop(key).finish]
+        while not self._ends.empty():
+            finish.append(self._ends.get())
+        return finish

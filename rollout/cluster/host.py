@@ -11,6 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -19,12 +20,12 @@ from rollout.cluster.exports import Exports
 from rollout.config import Config
 from rollout.control.messages import Assignment, Failed, Parked, Sampled, WorkerEvent
 from rollout.engine.assembly import assemble
-from rollout.errors import RequestError
+from rollout.errors import DeadlineError, RequestError
 from rollout.kv.image import Buffer, Manifest, describe
 from rollout.kv.restore import ImageReader
 from rollout.metrics import WorkerStats
 from rollout.model.spec import read_spec
-from rollout.types import NodeId, SequenceKey, Version, WorkerId
+from rollout.types import Keep, NodeId, SequenceKey, Version, WorkerId
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ class Host:
         assembled = assemble(
             config.model,
             engine,
+            config.host,
             read_spec(config.model.path),
             reader=reader,
             restore_timeout_s=config.pool.restore_timeout_s,
@@ -95,8 +97,38 @@ class Host:
         self._inbox.put(lambda: self._engine.abort(key))
 
     def release(self, key: SequenceKey) -> None:
-        self._exports.close(key)
+        """Free what the sequence left here, once no export reads it."""
+        self._exports.close(key, lambda: self._engine.release(key))
         self._wake()
+
+    def keep(self, key: SequenceKey, where: Keep) -> None:
+        """Leave a parked sequence's pages on this worker, once no export reads them."""
+        self._exports.close(key, lambda: self._engine.keep(key, where))
+        self._wake()
+
+    def recall(self, key: SequenceKey) -> None:
+        self._inbox.put(lambda: self._engine.recall(key))
+
+    def audit(self, timeout_s: float) -> str | None:
+        """What is wrong with the page accounting, recomputed by the engine's thread between two steps.
+
+        Raises `DeadlineError`.
+        """
+        answers: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+
+        def audit() -> None:
+            try:
+                self._engine.audit()
+            except AssertionError as error:
+                answers.put(str(error) or "an invariant does not hold")
+            else:
+                answers.put(None)
+
+        self._inbox.put(audit)
+        try:
+            return answers.get(timeout=timeout_s)
+        except queue.Empty:
+            raise DeadlineError(f"the engine of {self._worker} did not answer within {timeout_s:g} s") from None
 
     def poll(self, acknowledged: int, wait_s: float) -> Batch:
         """The next events after batch `acknowledged`, waiting up to `wait_s` seconds for one.
@@ -124,12 +156,12 @@ class Host:
 
         The pages stay until every buffer was dropped. Raises `SegmentMissingError` if it is not parked.
         """
-        pages, kv_tokens = self._exports.begin(key)
+        pages, kv_tokens, fence = self._exports.begin(key)
         buffers: list[Buffer] = []
         try:
             page_tokens = self._storage.page_tokens
             tokens = min(stop * page_tokens, kv_tokens) - first * page_tokens
-            buffers = self._storage.gather(pages[first:stop], tokens)
+            buffers = self._storage.gather(pages[first:stop], tokens, fence)
             manifest = describe(
                 buffers,
                 fingerprint=self.description.fingerprint,
@@ -147,8 +179,8 @@ class Host:
             while True:
                 self._went_round = time.monotonic()
                 self._take_messages()
-                for key in self._exports.collect(time.monotonic()):
-                    self._engine.release(key)
+                for finish in self._exports.collect(time.monotonic()):
+                    finish()
                 if not self._engine.idle:
                     self._tell(self._engine.step())
                 self.stats = self._snapshot()
@@ -182,7 +214,9 @@ class Host:
         for event in events:
             if isinstance(event, Parked):
                 key = (event.trajectory_id, event.epoch)
-                self._exports.open(key, self._engine.parked_pages(key), event.kv_tokens, deadline)
+                pages, fence = self._engine.sources(key) if event.kv_tokens else ((), self._storage.fence())
+                expired = partial(self._engine.release, key)
+                self._exports.open(key, pages, event.kv_tokens, fence, deadline, expired)
         with self._changed:
             self._outbox += events
             self._changed.notify()

@@ -17,7 +17,7 @@ from rollout.control.messages import Assignment
 from rollout.errors import SegmentMissingError
 from rollout.kv.image import Buffer, Manifest
 from rollout.metrics import WorkerStats
-from rollout.types import NodeId, SequenceKey, WorkerId
+from rollout.types import Keep, NodeId, SequenceKey, WorkerId
 
 GROUPS = {"control": 1, "events": 1, "data": 2}
 """Threads of each concurrency group; one for `control` keeps commands in order."""
@@ -42,8 +42,8 @@ class Worker:
         Raises `ConfigError` if the configuration and this machine do not fit together.
         """
         if self._host is None:
-            reader = PoolReader(self._config.cluster.name)
             node = NodeId(ray.get_runtime_context().get_node_id())
+            reader = PoolReader(self._config.cluster.name, node)
             self._host = Host(self._worker, node, self._incarnation, self._config, self._weights_id, reader)
         return self._host.description
 
@@ -61,6 +61,21 @@ class Worker:
     def release(self, incarnation: str, key: SequenceKey) -> None:
         if host := self._addressed(incarnation):
             host.release(key)
+
+    @ray.method(concurrency_group="control")
+    def keep(self, incarnation: str, key: SequenceKey, where: Keep) -> None:
+        if host := self._addressed(incarnation):
+            host.keep(key, where)
+
+    @ray.method(concurrency_group="control")
+    def recall(self, incarnation: str, key: SequenceKey) -> None:
+        if host := self._addressed(incarnation):
+            host.recall(key)
+
+    @ray.method(concurrency_group="data")
+    def audit(self, timeout_s: float) -> str | None:
+        """What is wrong with the page accounting, recomputed from the structures. Raises `DeadlineError`."""
+        return self._host.audit(timeout_s) if self._host is not None else None
 
     @ray.method(concurrency_group="control")
     def stats(self) -> WorkerStats | None:

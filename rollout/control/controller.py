@@ -5,47 +5,44 @@ what workers and pools hold is a cache of them. Invariants:
 
 1. A trajectory is in the queue if and only if it is `queued`, in a worker's set if and only if it is on that worker.
 2. Events of an epoch that is over change nothing.
-3. Whatever leaves a worker parked is released exactly once, after its export was answered.
+3. Whatever leaves a worker parked is released exactly once, after its export was answered, or kept there.
 4. The pools retain exactly the segments of live images.
 """
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
 
 from rollout.control.aborts import AbortTicket
-from rollout.control.fleet import Fleet, Worker
-from rollout.control.groups import Groups
+from rollout.control.fleet import Worker
 from rollout.control.messages import (
     Admitted,
     Command,
-    Displaced,
     Drop,
     Event,
-    Export,
     Exported,
     ExportFailed,
     Failed,
     Finished,
     Freed,
+    Moved,
     Parked,
     Preempted,
-    Release,
+    Recalled,
     RestoreFailed,
     Sampled,
     Spilled,
-    Start,
     Stop,
     WorkerDown,
     WorkerEvent,
     WorkerReport,
     WorkerUp,
 )
-from rollout.control.pooled import Pooled
 from rollout.control.records import Intent, Record, Submission
+from rollout.control.roster import Roster
+from rollout.control.suspension import Suspensions
 from rollout.metrics import RolloutCounters
 from rollout.types import (
     Delivery,
-    FinishReason,
     Keep,
     NodeId,
     Phase,
@@ -56,8 +53,6 @@ from rollout.types import (
 
 MOST_LOSSES = 4
 """Workers that may be lost under a trajectory without a new token in between: it may be what kills them."""
-TROUBLES = 20
-"""How many are remembered."""
 
 
 class Controller:
@@ -67,13 +62,14 @@ class Controller:
         self, *, workers: int, max_context: int, slice_tokens: int | None, keep: Keep, prefer_other: bool
     ) -> None:
         """`workers` is how many there are when all are up; `keep` is what `Keep.AUTO` means."""
-        self._max_context = max_context
-        self._slice_tokens = slice_tokens
-        self._keep = keep
-        self._fleet = Fleet(size=workers, prefer_other=prefer_other)
-        self._groups = Groups()
-        self._tally: Counter[str] = Counter()
-        self._troubles: deque[str] = deque(maxlen=TROUBLES)
+        self._roster = Roster(
+            workers=workers, max_context=max_context, slice_tokens=slice_tokens, prefer_other=prefer_other
+        )
+        self._suspensions = Suspensions(self._roster, keep=keep)
+        self._fleet = self._roster.fleet
+        self._groups = self._roster.groups
+        self._tally = self._roster.tally
+        self._troubles = self._roster.troubles
         self._spilled: set[NodeId] = set()
 
     # What drivers ask ---------------------------------------------------------------------------------
@@ -88,8 +84,8 @@ class Controller:
             group = self._groups.add(submission, now)
             self._tally["trajectories"] += len(group)
             for record in group:
-                commands += self._enqueue(record, now)
-        return commands + self._dispatch()
+                commands += self._roster.enqueue(record, now)
+        return commands + self._roster.dispatch()
 
     def take(self, count: int, call: str) -> list[Delivery]:
         """Up to `count` finished groups, in the order they finished, handed out to `call`."""
@@ -103,11 +99,11 @@ class Controller:
     def abort(self, ids: Sequence[str] | None, keep: Keep, then: Then, now: float) -> tuple[AbortTicket, list[Command]]:
         """Stop what `ids` name (see `resolve`); the ticket tells when that is done and what came of it."""
         ticket = AbortTicket(*self.resolve(ids))
-        intent = Intent(keep=self._keep if keep is Keep.AUTO else keep, then=then)
+        intent = self._suspensions.intent(keep, then)
         commands: list[Command] = []
         for record in ticket.asked:
             commands += self._stop(record, intent, now)
-        return ticket, commands + self._dispatch()
+        return ticket, commands + self._roster.dispatch()
 
     def resume(self, ids: Sequence[str] | None, now: float) -> tuple[ResumeReport, list[Command]]:
         """Queue what `ids` name (see `resolve`), if it is suspended or about to be."""
@@ -118,11 +114,16 @@ class Controller:
         commands: list[Command] = []
         for record in resumable:
             if record.phase is Phase.SUSPENDED:
-                commands += self._enqueue(record, now)
+                commands += self._roster.enqueue(record, now)
+            elif record.phase is Phase.QUEUED and record.intent is not None:
+                self._fleet.dequeue(record)  # it waited for its KV to be brought to a worker
+                record.enter(Phase.SUSPENDED)
+                record.intent = None
+                commands += self._roster.enqueue(record, now)
             elif record.intent is not None and record.intent.then is not Then.FINISH:
                 record.intent = Intent(keep=record.intent.keep, then=Then.REQUEUE)
                 commands += record.pooled.expect(record.turn)
-        return report, commands + self._dispatch()
+        return report, commands + self._roster.dispatch()
 
     def resolve(self, ids: Sequence[str] | None) -> tuple[list[Record], tuple[TrajectoryId, ...]]:
         """The trajectories that `ids` name, a group's id standing for its members, and the ids that name none.
@@ -170,12 +171,14 @@ class Controller:
             case WorkerDown():
                 commands = self._worker_down(event, now)
             case Exported():
-                commands = self._displaced(event.displaced, event.trajectory_id) + self._exported(event, now)
+                commands = self._suspensions.displaced(event.displaced, event.trajectory_id)
+                commands += self._suspensions.exported(event, now)
             case ExportFailed():
-                commands = self._displaced(event.displaced, event.trajectory_id) + self._export_failed(event, now)
+                commands = self._suspensions.displaced(event.displaced, event.trajectory_id)
+                commands += self._suspensions.export_failed(event, now)
             case Spilled():
                 commands = self._spilled_to_disk(event)
-        return commands + self._dispatch()
+        return commands + self._roster.dispatch()
 
     def _report(self, report: WorkerReport, now: float) -> list[Command]:
         worker = self._fleet.get(report.worker)
@@ -187,8 +190,13 @@ class Controller:
                 self._tally["freed_pages"] += event.freed_pages
                 continue
             record = self._groups.get(event.trajectory_id)
-            current = worker is not None and worker.incarnation == report.incarnation
-            if current and record is not None and record.on_worker and record.epoch == event.epoch:
+            if worker is None or worker.incarnation != report.incarnation:
+                continue
+            if isinstance(event, Moved):
+                commands += self._suspensions.moved(event, report.worker, now)
+            elif isinstance(event, Recalled):
+                commands += self._suspensions.recalled(event, report.worker, now)
+            elif record is not None and record.on_worker and record.epoch == event.epoch:
                 commands += self._progress(record, event, now)
         return commands
 
@@ -206,12 +214,12 @@ class Controller:
                 return self._restore_failed(record, event)
             case Finished():
                 self._fleet.leave(record)
-                return self._end(record, event.reason, now)
+                return self._roster.end(record, event.reason, now)
             case Failed():
                 self._fleet.leave(record)
-                return self._fail(record, event.error, now)
+                return self._roster.fail(record, event.error, now)
             case Parked():
-                return self._parked(record, event, now)
+                return self._suspensions.parked(record, event, now)
         return []
 
     def _restore_failed(self, record: Record, event: RestoreFailed) -> list[Command]:
@@ -224,71 +232,6 @@ class Controller:
             commands.append(Drop(node=event.node, segment=event.segment))
         return commands
 
-    def _parked(self, record: Record, event: Parked, now: float) -> list[Command]:
-        worker = self._fleet.leave(record)
-        intent = record.intent = record.intent or Intent(keep=self._keep, then=Then.REQUEUE)
-        record.kv_tokens = max(record.kv_tokens, event.kv_tokens)
-        record.suspensions += 1
-        self._tally["suspensions"] += 1
-        record.enter(Phase.SUSPENDING)
-        release = self._release(record)
-        if event.kv_tokens <= record.pooled.kv_tokens or intent.keep is Keep.NONE or intent.then is Then.FINISH:
-            return [release, *self._settle(record, now)]
-        record.pooled.export_to(worker.node, record.turn)
-        return [
-            Export(
-                worker=worker.worker_id,
-                node=worker.node,
-                trajectory_id=record.trajectory_id,
-                epoch=record.epoch,
-                kv_tokens=event.kv_tokens,
-                prompt_pages=event.prompt_pages,
-                page_keys=event.page_keys,
-                base=record.pooled.image,
-                turn=record.turn,
-            ),
-            *record.pooled.expect(record.turn),
-        ]
-
-    def _exported(self, event: Exported, now: float) -> list[Command]:
-        record = self._suspending(event.trajectory_id, event.epoch)
-        if record is None:
-            return self._exported_too_late(event)
-        self._tally["exported_bytes"] += event.sent_bytes
-        return [self._release(record), *record.pooled.stored(event.image), *self._settle(record, now)]
-
-    def _exported_too_late(self, event: Exported) -> list[Command]:
-        """Nobody wants this image, or it was told before. A later export is told of with what that retains."""
-        record = self._groups.get(event.trajectory_id)
-        if record is None:
-            return Pooled(event.trajectory_id).let_go_of(event.image)
-        if record.pooled.image == event.image or record.phase is Phase.SUSPENDING:
-            record.pooled.may_be_at(event.image)
-            return []
-        return record.pooled.let_go_of(event.image)
-
-    def _export_failed(self, event: ExportFailed, now: float) -> list[Command]:
-        record = self._suspending(event.trajectory_id, event.epoch)
-        if record is None:
-            return []
-        self._tally["export_failures"] += 1
-        self._troubles.append(f"{record.trajectory_id}: export: {event.error}")
-        return [self._release(record), *self._settle(record, now)]
-
-    def _displaced(self, displaced: Sequence[Displaced], by: TrajectoryId) -> list[Command]:
-        """Images that made room for one that is needed sooner are gone: their trajectories recompute."""
-        commands: list[Command] = []
-        lost: list[TrajectoryId] = []
-        for displacement in displaced:
-            record = self._groups.get(displacement.trajectory_id)
-            if record is not None and record.pooled.displaced(displacement.segments):
-                commands += record.pooled.replace(None)
-                lost.append(record.trajectory_id)
-        if lost:
-            self._tally["displaced_images"] += len(lost)
-            self._troubles.append(f"{by}: its image displaced {len(lost)} needed later: {', '.join(lost)}")
-        return commands
-
     def _spilled_to_disk(self, event: Spilled) -> list[Command]:
         if event.node not in self._spilled:
             self._spilled.add(event.node)
@@ -297,19 +240,12 @@ class Controller:
 
     def _stop(self, record: Record, intent: Intent, now: float) -> list[Command]:
         """An abort of a trajectory that is not over; a second one changes only what becomes of it."""
-        commands: list[Command] = []
-        if record.on_worker and record.intent is None:
-            worker = record.workers[-1]
-            commands.append(Stop(worker=worker, trajectory_id=record.trajectory_id, epoch=record.epoch))
-        record.intent = intent
-        if record.phase is Phase.SUSPENDING:
-            commands += record.pooled.expect(record.turn)
-        if record.phase is Phase.QUEUED:
-            self._fleet.dequeue(record)
-            record.enter(Phase.SUSPENDED)
-        if record.phase is Phase.SUSPENDED:
-            commands += self._settle(record, now)
-        return commands
+        if not record.on_worker:
+            return self._suspensions.change(record, intent, now)
+        stopping, record.intent = record.intent is not None, intent
+        if stopping:
+            return []
+        return [Stop(worker=record.workers[-1], trajectory_id=record.trajectory_id, epoch=record.epoch)]
 
     def _worker_up(self, event: WorkerUp, now: float) -> list[Command]:
         worker = self._fleet.get(event.worker)
@@ -328,7 +264,7 @@ class Controller:
             self._fleet.give_up(event.worker, event.error)
         if self._fleet.hopeless is not None:
             for record in self._fleet.drain():
-                commands += self._fail(record, self._fleet.hopeless, now)
+                commands += self._roster.fail(record, self._fleet.hopeless, now)
         return commands
 
     def _lose(self, worker: Worker, error: str, now: float) -> list[Command]:
@@ -340,88 +276,18 @@ class Controller:
         for trajectory_id in sorted(worker.running):
             record = self._groups.get(trajectory_id)
             assert record is not None, f"{worker.worker_id} ran {trajectory_id}, which is unknown"
-            record.lost = True
+            record.lost = not record.promoting
+            record.promoting = False
             record.losses += 1
             if record.columns:
                 record.kv_tokens = len(record.prompt_ids) + len(record.columns) - 1
             if record.losses >= MOST_LOSSES:
-                commands += self._fail(record, f"{record.losses} workers were lost under it; the last: {error}", now)
+                commands += self._roster.fail(
+                    record, f"{record.losses} workers were lost under it; the last: {error}", now
+                )
             elif record.intent is None:
-                commands += self._enqueue(record, now)
+                commands += self._roster.enqueue(record, now)
             else:
                 record.enter(Phase.SUSPENDING)
-                commands += self._settle(record, now)
-        return commands
-
-    # Moves --------------------------------------------------------------------------------------------
-
-    def _dispatch(self) -> list[Command]:
-        commands: list[Command] = []
-        for record, worker in self._fleet.dispatch():
-            if record.lost:
-                self._tally["restarts"] += 1
-            elif record.workers:
-                self._tally["resumes"] += 1
-                self._tally["resumed_elsewhere"] += record.worker != worker.worker_id
-            record.lost = False
-            record.workers.append(worker.worker_id)
-            record.epoch += 1
-            record.enter(Phase.RESTORING if record.pooled.image is not None else Phase.PREFILLING)
-            commands += record.pooled.expect(record.turn)
-            commands.append(
-                Start(
-                    worker=worker.worker_id,
-                    assignment=record.assignment(slice_tokens=self._slice_tokens, max_context=self._max_context),
-                )
-            )
-        return commands
-
-    def _enqueue(self, record: Record, now: float) -> list[Command]:
-        """The trajectory waits for a worker, if it has anything left to do and may find one."""
-        self._groups.unhold(record)
-        if record.budget_spent:
-            return self._end(record, FinishReason.LENGTH, now)
-        if self._fleet.hopeless is not None:
-            return self._fail(record, self._fleet.hopeless, now)
-        if record.phase is not Phase.QUEUED:
-            record.enter(Phase.QUEUED)
-        self._fleet.enqueue(record)
-        return record.pooled.expect(record.turn)
-
-    def _settle(self, record: Record, now: float) -> list[Command]:
-        """A stopped trajectory keeps what its intent says, and does what that says comes then."""
-        intent, record.intent = record.intent, None
-        assert intent is not None, f"{record.trajectory_id}: nothing to settle"
-        if record.phase is not Phase.SUSPENDED:
-            record.enter(Phase.SUSPENDED)
-        commands = record.pooled.replace(None) if intent.keep is Keep.NONE else []
-        match intent.then:
-            case Then.HOLD:
-                self._groups.hold(record)
-                return commands + record.pooled.expect(record.turn)
-            case Then.FINISH:
-                return commands + self._end(record, FinishReason.ABORT, now)
-            case Then.REQUEUE:
-                return commands + self._enqueue(record, now)
-
-    def _end(self, record: Record, reason: FinishReason, now: float) -> list[Command]:
-        record.enter(Phase.FAILED if reason is FinishReason.ERROR else Phase.FINISHED)
-        record.finish_reason = reason
-        record.finished_at = now
-        record.intent = None
-        self._groups.unhold(record)
-        self._groups.ended(record)
-        return record.pooled.replace(None)
-
-    def _fail(self, record: Record, error: str, now: float) -> list[Command]:
-        record.error = error
-        return self._end(record, FinishReason.ERROR, now)
-
-    def _release(self, record: Record) -> Release:
-        return Release(worker=record.workers[-1], trajectory_id=record.trajectory_id, epoch=record.epoch)
-
-    def _suspending(self, trajectory_id: TrajectoryId, epoch: int) -> Record | None:
-        record = self._groups.get(trajectory_id)
-        if record is None or record.phase is not Phase.SUSPENDING or record.epoch != epoch:
-            return None
-        return record
+                commands += self._suspensions.settle(record, now)
+        return commands + self._suspensions.lost(worker.worker_id, now)

@@ -1,10 +1,12 @@
 """The workers, the queue before them, and who runs where.
 
 Routing: oldest first, on the worker with the most room. With `prefer_other`, room goes first to
-trajectories that left another worker; no room stays empty for that.
+trajectories that left another worker; no room stays empty for that. A trajectory whose KV is kept on a worker
+waits for room there.
 """
 
 import bisect
+from collections import deque
 from dataclasses import dataclass, field
 
 from rollout.control.messages import WorkerUp
@@ -79,6 +81,9 @@ class Fleet:
         worker.running.remove(record.trajectory_id)
         return worker
 
+    def node_of(self, worker_id: WorkerId) -> NodeId:
+        return self._workers[worker_id].node
+
     def drain(self) -> list[Record]:
         """Everything queued, taken out."""
         drained = sorted([*self._returning, *self._fresh], key=_order)
@@ -92,16 +97,24 @@ class Fleet:
         """
         chosen: list[tuple[Record, Worker]] = []
         free = [worker for worker in self._workers.values() if worker.room > 0]
-        if self._prefer_other:
-            for record in list(self._returning) if free else ():
-                elsewhere = [worker for worker in free if worker.worker_id != record.worker]
-                if elsewhere:
-                    self._assign(record, elsewhere, free, chosen)
-                if not free:
-                    return chosen
-        while free and (self._returning or self._fresh):
-            heads = [queue[0] for queue in (self._returning, self._fresh) if queue]
-            self._assign(min(heads, key=_order), free, free, chosen)
+        unbound: deque[Record] = deque()
+        for record in list(self._returning) if free else ():
+            home = self._workers.get(record.home.worker) if record.home is not None else None
+            if home is not None:
+                able = [home] if home in free else []
+            elif self._prefer_other:
+                able = [worker for worker in free if worker.worker_id != record.worker]
+            else:
+                able = []
+            if able:
+                self._assign(record, able, free, chosen)
+            elif home is None:
+                unbound.append(record)
+        while free and (unbound or self._fresh):
+            head = min([*list(unbound)[:1], *self._fresh[:1]], key=_order)
+            if unbound and head is unbound[0]:
+                unbound.popleft()
+            self._assign(head, free, free, chosen)
         return chosen
 
     def _assign(

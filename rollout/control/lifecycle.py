@@ -1,6 +1,6 @@
 """The life of a trajectory as a table of legal moves.
 
-    queued → prefilling | restoring → decoding ⇄ preempted → suspending → suspended → queued …
+    queued → prefilling | restoring → decoding ⇄ preempted → suspending ⇄ suspended → queued …
 
 From every phase on a worker a trajectory may be parked (suspending), lose its worker (queued), end
 (finished) or fail.
@@ -23,7 +23,7 @@ MOVES: dict[Phase, frozenset[Phase]] = {
     Phase.DECODING: frozenset({Phase.PREEMPTED}) | _LEAVE_WORKER,
     Phase.PREEMPTED: frozenset({Phase.PREFILLING, Phase.DECODING}) | _LEAVE_WORKER,
     Phase.SUSPENDING: frozenset({Phase.SUSPENDED, Phase.QUEUED}) | OVER,
-    Phase.SUSPENDED: frozenset({Phase.QUEUED}) | OVER,
+    Phase.SUSPENDED: frozenset({Phase.QUEUED, Phase.SUSPENDING}) | OVER,
     Phase.FINISHED: frozenset(),
     Phase.FAILED: frozenset(),
 }

@@ -10,6 +10,7 @@ from rollout.types import (
     Columns,
     FinishReason,
     Image,
+    Keep,
     NodeId,
     SamplingParams,
     SegmentId,
@@ -31,7 +32,7 @@ class Assignment:
     sampling: SamplingParams
     seed: int
     slice_tokens: int | None
-    """Tokens to sample before the engine parks it; None: no limit."""
+    """Tokens to sample before the engine parks it; None: no limit; 0: it is parked as soon as it has its KV."""
     max_context: int
     """Most tokens, prompt included, on any worker of the service."""
     image: Image | None
@@ -53,6 +54,7 @@ class Admitted(WorkerEvent):
     """The sequence got its pages (again, after a preemption); its KV came from here, in tokens."""
 
     cached_tokens: int
+    loaded_tokens: int = 0
     restored_tokens: int
     recomputed_tokens: int
 
@@ -103,8 +105,23 @@ class Parked(WorkerEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Recalled(Parked):
+    """What is left of a kept image is pinned again, as that of a parked sequence is; of one that is gone, nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moved(WorkerEvent):
+    """A parked or recalled image is now where it is kept, if not where it was told to be; `error` says why not."""
+
+    where: Keep
+    """DEVICE or HOST."""
+    kv_tokens: int
+    error: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Freed(WorkerEvent):
-    """A parked sequence's pages were given back."""
+    """Device pages of a sequence that stopped were given back."""
 
     exclusive_pages: int
     freed_pages: int
@@ -217,7 +234,26 @@ class Export:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Release:
-    """Free the parked sequence's pages."""
+    """Free the pages of a sequence that stopped, wherever they are on the worker."""
+
+    worker: WorkerId
+    trajectory_id: TrajectoryId
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeepThere:
+    """Leave a parked or recalled sequence's KV on its worker, in this tier (DEVICE or HOST); answered by `Moved`."""
+
+    worker: WorkerId
+    trajectory_id: TrajectoryId
+    epoch: int
+    where: Keep
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recall:
+    """Pin what is left of kept KV, so that it can be exported or moved; answered by `Recalled`."""
 
     worker: WorkerId
     trajectory_id: TrajectoryId
@@ -250,4 +286,4 @@ class Drop:
     segment: SegmentId
 
 
-Command = Start | Stop | Export | Release | Retain | Expect | Drop
+Command = Start | Stop | Export | Release | KeepThere | Recall | Retain | Expect | Drop

@@ -3,7 +3,7 @@
 from collections.abc import Set
 
 from rollout.control.messages import Command, Expect, Retain
-from rollout.types import Image, NodeId, SegmentId, TrajectoryId, Turn
+from rollout.types import Image, NodeId, SegmentId, TrajectoryId, Turn, Wait
 
 
 class Pooled:
@@ -36,6 +36,8 @@ class Pooled:
 
     def expect(self, turn: Turn) -> list[Command]:
         """This is when the image will be needed; pools that were told otherwise hear of it."""
+        if self.image is None and turn.wait in (Wait.STARTING, Wait.RUNNING):
+            return []  # there is neither an image nor, while it is on a worker, an export that makes one
         late = sorted(node for node, told in self._nodes.items() if told != turn)
         self._nodes.update((node, turn) for node in late)
         return [Expect(node=node, trajectory_id=self._trajectory_id, turn=turn) for node in late]

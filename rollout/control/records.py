@@ -1,6 +1,7 @@
 """What the controller knows of a trajectory. Mutated by the controller only."""
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
 from rollout.control.lifecycle import ON_WORKER, OVER, move
@@ -44,6 +45,32 @@ class Intent:
     then: Then
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Home:
+    """KV that a suspended trajectory has on a worker."""
+
+    worker: WorkerId
+    epoch: int
+    """In which it was left there."""
+    where: Keep
+    """DEVICE or HOST."""
+    kv_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """What was commanded for the KV of a trajectory that is being suspended, and is to be answered."""
+
+    class Kind(StrEnum):
+        EXPORT = "export"
+        KEEP = "keep"
+        RECALL = "recall"
+
+    kind: Kind
+    worker: WorkerId
+    epoch: int
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Record:
     """One trajectory. `columns` is the truth; everything about KV is a cache of it."""
@@ -66,6 +93,12 @@ class Record:
     """Positions that had KV on some worker, as far as known."""
     intent: Intent | None = None
     """Of an abort or slice that is under way."""
+    attempted: Intent | None = None
+    """The last one for which KV was sent somewhere: it is tried once."""
+    transfer: Transfer | None = None
+    home: Home | None = None
+    promoting: bool = False
+    """It is on a worker, or about to be, for its KV only."""
     suspensions: int = 0
     workers: list[WorkerId] = field(default_factory=list)
     resumes: list[Resume] = field(default_factory=list)
@@ -142,13 +175,13 @@ class Record:
             return {}
         self.admitted_epoch = self.epoch
         known = len(self.prompt_ids) + len(self.columns)
-        whole = event.cached_tokens + event.restored_tokens >= known - 1 > 0
+        whole = event.cached_tokens + event.loaded_tokens + event.restored_tokens >= known - 1 > 0
         phase = Phase.DECODING if whole else Phase.PREFILLING
         if self.phase is not phase:
             self.enter(phase)
-        counts = {"recomputed_tokens": event.recomputed_tokens}
+        counts = {"recomputed_tokens": event.recomputed_tokens, "loaded_tokens": event.loaded_tokens}
         again, self.began = self.began, True
-        if first and again:
+        if first and again and not self.promoting:
             counts |= {"restored_tokens": event.restored_tokens, "cached_tokens": event.cached_tokens}
             self.resumes.append(Resume(worker=self.workers[-1], **counts))
         return counts

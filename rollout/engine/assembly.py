@@ -10,14 +10,17 @@ from typing import Literal
 import torch
 
 from rollout.attention import make_attention
-from rollout.config import EngineConfig, ModelConfig
+from rollout.config import EngineConfig, HostConfig, ModelConfig
 from rollout.engine.engine import Engine
+from rollout.engine.images import Images
+from rollout.engine.rates import Rates
 from rollout.engine.runner import Runner
 from rollout.engine.sampling import Sampler
 from rollout.engine.scheduler import Limits, Scheduler
 from rollout.errors import ConfigError
 from rollout.kv.cache import KVCache
-from rollout.kv.keys import Fingerprint
+from rollout.kv.copier import Copier
+from rollout.kv.keys import Fingerprint, root_key
 from rollout.kv.restore import ImageReader, Restorer
 from rollout.kv.storage import KVStorage
 from rollout.model.spec import ModelSpec
@@ -59,6 +62,7 @@ class Kernel:
 def assemble(
     model: ModelConfig,
     config: EngineConfig,
+    host: HostConfig,
     spec: ModelSpec,
     *,
     reader: ImageReader,
@@ -75,7 +79,8 @@ def assemble(
     kernel = choose_kernel(config, spec, dtype)
     attention = make_attention(kernel.attention, deterministic=config.deterministic)
     decoder = load_decoder(model.path, spec, dtype, kernel.device)
-    pages = _page_count(config, spec, dtype, kernel)
+    page_bytes = kernel.page_tokens * spec.layers * 2 * spec.kv_heads * spec.head_dim * dtype.itemsize
+    pages = _page_count(config, kernel, page_bytes)
     storage = KVStorage(
         pages=pages,
         layers=spec.layers,
@@ -84,6 +89,7 @@ def assemble(
         head_dim=spec.head_dim,
         dtype=dtype,
         device=kernel.device,
+        host_pages=int(host.bytes) // page_bytes,
     )
     limits = Limits(
         max_running=config.max_running,
@@ -92,14 +98,24 @@ def assemble(
         deterministic=config.deterministic,
     )
     fingerprint = _fingerprint(config, spec, model.dtype, attention.name, kernel)
-    cache = KVCache(pages, kernel.page_tokens)
+    cache = KVCache(
+        pages,
+        kernel.page_tokens,
+        host_pages=int(host.bytes) // page_bytes,
+        write=host.write,
+        prefer_shared=config.eviction == "shared_first",
+    )
+    images = Images(cache, root_key(fingerprint), deterministic=config.deterministic, tail_hold_s=config.tail_hold_s)
+    rates = Rates(storage.token_bytes, host.load_back_tokens)
     max_context = min(spec.max_context_tokens, config.max_context_tokens or sys.maxsize, pages * kernel.page_tokens)
     engine = Engine(
         runner=Runner(decoder, attention, storage, Sampler(spec.vocab_size, kernel.device), limits),
-        scheduler=Scheduler(cache, limits, weights_id),
+        scheduler=Scheduler(cache, images, rates, limits),
         cache=cache,
+        images=images,
+        copier=Copier(storage, wake=wake),
+        rates=rates,
         restorer=Restorer(storage, fingerprint, reader, timeout_s=restore_timeout_s, wake=wake),
-        fingerprint=fingerprint,
         vocab_size=spec.vocab_size,
         eos_ids=spec.eos_token_ids,
         max_context=max_context,
@@ -149,14 +165,13 @@ def choose_kernel(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> 
     )
 
 
-def _page_count(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, kernel: Kernel) -> int:
+def _page_count(config: EngineConfig, kernel: Kernel, page_bytes: int) -> int:
     if config.kv_bytes is not None:
         budget = int(config.kv_bytes)
     elif kernel.device.type == "cuda":
         budget = int(torch.cuda.mem_get_info(kernel.device)[0] * CUDA_KV_SHARE)
     else:
         budget = CPU_KV_BYTES
-    page_bytes = kernel.page_tokens * spec.layers * 2 * spec.kv_heads * spec.head_dim * dtype.itemsize
     pages = budget // page_bytes - 1
     if pages < 1:
         raise ConfigError(f"engine.kv_bytes: got {budget}, allowed: at least two pages of {page_bytes} bytes")

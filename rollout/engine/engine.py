@@ -1,33 +1,36 @@
 """One decode engine: `step()` polls copies, plans, runs the model, commits, and hands out events.
 
-One thread owns an engine. It knows no Ray and no text; it is told what to do by `submit`, `abort` and
-`release`, between steps, and tells what happened by the events that `step` returns. A parked sequence
-keeps its pages until it is released; an abort takes effect at once, without another forward.
+One thread owns an engine. It knows no Ray and no text; it is told what to do by `submit`, `abort`, `keep`,
+`recall` and `release`, between steps, and tells what happened by the events that `step` returns. An abort takes
+effect at once, without another forward; what the sequence leaves is then one of `engine.images`.
 """
 
 import math
+import time
 
 from rollout.control.messages import (
     Admitted,
     Assignment,
     Failed,
     Finished,
-    Freed,
-    Parked,
     Preempted,
     RestoreFailed,
     Sampled,
     WorkerEvent,
 )
+from rollout.engine.images import Images
+from rollout.engine.rates import Rates
 from rollout.engine.runner import Draw, Runner
 from rollout.engine.scheduler import Admission, Plan, Scheduler
 from rollout.engine.sequence import Sequence, Status
 from rollout.errors import DeadlineError, InvalidPromptError, KVError, PromptTooLongError, SegmentError
 from rollout.kv.cache import KVCache
-from rollout.kv.keys import Fingerprint, page_keys, root_key
+from rollout.kv.copier import Copier
+from rollout.kv.fence import Fence
 from rollout.kv.restore import Restorer
+from rollout.kv.tiers import PageRef, Tier
 from rollout.metrics import EngineStats
-from rollout.types import Columns, NodeId, SegmentId, SequenceKey, Version
+from rollout.types import Columns, Keep, NodeId, SegmentId, SequenceKey, Version
 
 
 class Engine:
@@ -39,8 +42,10 @@ class Engine:
         runner: Runner,
         scheduler: Scheduler,
         cache: KVCache,
+        images: Images,
+        copier: Copier,
         restorer: Restorer,
-        fingerprint: Fingerprint,
+        rates: Rates,
         vocab_size: int,
         eos_ids: tuple[int, ...],
         max_context: int,
@@ -52,8 +57,10 @@ class Engine:
         self._runner = runner
         self._scheduler = scheduler
         self._cache = cache
+        self._images = images
+        self._copier = copier
         self._restorer = restorer
-        self._root = root_key(fingerprint)
+        self._rates = rates
         self._vocab_size = vocab_size
         self._eos_ids = eos_ids
         self._max_context = max_context
@@ -61,8 +68,8 @@ class Engine:
         self._weights_id = weights_id
         self._version = version
         self._sequences: dict[SequenceKey, Sequence] = {}
-        self._admissions: dict[SequenceKey, Admission] = {}
-        """Of sequences that are restoring."""
+        self._admissions: dict[SequenceKey, tuple[Admission, float]] = {}
+        """Of sequences that wait for copies, with when that began."""
         self._events: list[WorkerEvent] = []
         self.blocked = False
         """The last step could run nothing: only a command or a completed copy changes that."""
@@ -72,6 +79,8 @@ class Engine:
         self._sampled = 0
         self._cached = 0
         self._preemptions = 0
+
+    # Commands -----------------------------------------------------------------------------------------
 
     def submit(self, assignment: Assignment) -> None:
         """Queue an assignment.
@@ -88,62 +97,79 @@ class Engine:
         if not prompt or not all(0 <= token < self._vocab_size for token in prompt):
             raise InvalidPromptError(f"{assignment.trajectory_id}: token ids must be in 0 … {self._vocab_size - 1}")
         sequence = Sequence(
-            assignment, eos_ids=self._eos_ids, max_context=max_context, deterministic=self._deterministic
+            assignment,
+            eos_ids=self._eos_ids,
+            max_context=max_context,
+            deterministic=self._deterministic,
+            weights_id=self._weights_id,
         )
         assert sequence.key not in self._sequences, f"{sequence.key} submitted twice"
         self._sequences[sequence.key] = sequence
         self._scheduler.add(sequence)
 
     def abort(self, key: SequenceKey) -> None:
-        """Park a sequence at once; if its restore has begun, as soon as that is completed.
+        """Park a sequence at once; if copies into its pages have begun, as soon as they are over.
 
         Nothing happens if the sequence is already parked, over or unknown.
         """
         sequence = self._sequences.get(key)
-        if sequence is None or sequence.status is Status.PARKED:
+        if sequence is None:
             return
         if sequence.status is Status.RESTORING:
-            if not self._restorer.cancel(key):
+            if sequence.pages.loads or not self._restorer.cancel(key):
                 sequence.abort = True
                 return
             del self._admissions[key]
+            sequence.restoring = False
             self._scheduler.restore_cancelled(sequence)
         self._park(sequence)
 
-    def release(self, key: SequenceKey) -> None:
-        """Free the pages of a parked sequence; nothing happens if it is not parked."""
-        freed = self._scheduler.release(key)
-        if freed is not None:
-            del self._sequences[key]
-            self._events.append(
-                Freed(trajectory_id=key[0], epoch=key[1], exclusive_pages=freed.exclusive, freed_pages=freed.freed)
-            )
+    def keep(self, key: SequenceKey, where: Keep) -> None:
+        """Leave a parked or recalled image on this worker (DEVICE or HOST); nothing happens if it is not here."""
+        self._events += self._images.keep(key, where, time.monotonic())
+        self._start_copies()
 
-    def parked_pages(self, key: SequenceKey) -> tuple[int, ...]:
-        """Page numbers of a parked sequence; nobody writes to them until it is released."""
-        sequence = self._sequences[key]
-        assert sequence.status is Status.PARKED, (key, sequence.status)
-        return tuple(sequence.holding.table) if sequence.holding is not None else ()
+    def recall(self, key: SequenceKey) -> None:
+        """Pin what is left of a kept image."""
+        self._events += self._images.recall(key)
+
+    def release(self, key: SequenceKey) -> None:
+        """Free what only this sequence used; nothing happens if it left nothing here."""
+        self._events += self._images.release(key)
+
+    def sources(self, key: SequenceKey) -> tuple[tuple[PageRef, ...], Fence]:
+        """Pages of a parked or recalled image, and what must have been computed before they are read.
+
+        Nobody writes to them until the next command for it.
+        """
+        return self._images.sources(key), self._runner.fence()
+
+    # Steps --------------------------------------------------------------------------------------------
 
     @property
     def idle(self) -> bool:
-        """Whether `step` would have nothing to run or tell."""
-        return not (self._scheduler.waiting or self._scheduler.running or self._events)
+        """Whether `step` would have nothing to run, finish or tell."""
+        busy = self._scheduler.waiting or self._scheduler.running or self._events
+        return not (busy or self._cache.tiered.flights or self._images.busy)
 
     def step(self) -> list[WorkerEvent]:
         """Run one step; returns what happened since the last one, in order."""
-        self._complete_restores()
+        self._complete_copies()
         plan = self._scheduler.plan()
         self.blocked = not (plan.admitted or plan.prefill or plan.decode or plan.preempted)
         self._launch(plan)
         draws = self._runner.run(plan)
+        if self._runner.prefill_s is not None:
+            self._rates.prefilled(sum(chunk.end - chunk.start for chunk in plan.prefill), self._runner.prefill_s)
         self._commit(plan, draws)
+        self._start_copies()
         self._steps += 1
         events, self._events = self._events, []
         return events
 
     def close(self) -> None:
         self._restorer.close()
+        self._copier.close()
 
     def audit(self) -> None:
         """Recompute page accounting from the structures; asserts if a counter is wrong."""
@@ -157,29 +183,53 @@ class Engine:
             steps=self._steps,
             waiting=self._scheduler.waiting,
             running=self._scheduler.running,
-            parked=self._scheduler.parked,
+            parked=len(self._images),
             prefilled_tokens=self._prefilled,
             decoded_tokens=self._decoded,
             sampled_tokens=self._sampled,
             cached_tokens=self._cached,
             restored_bytes=self._restorer.restored_bytes,
             preemptions=self._preemptions,
-            evicted_pages=self._cache.evicted_pages,
-            pages=self._cache.counts,
+            load_back_tokens=self._rates.load_back_tokens,
+            device=self._cache.stats(Tier.DEVICE),
+            host=self._cache.stats(Tier.HOST),
+            page_bytes=self._runner.page_bytes,
         )
 
-    def _complete_restores(self) -> None:
-        for done in self._restorer.poll():
-            sequence = self._sequences[done.key]
-            admission = self._admissions.pop(done.key)
-            if done.error is None:
-                self._scheduler.restored(sequence, done.tokens)
-                self._tell_admitted(admission)
-            else:
-                self._scheduler.restore_failed(sequence)
-                self._events.append(_restore_failed(sequence, done.error))
-            if sequence.abort:
-                self._park(sequence)
+    def _complete_copies(self) -> None:
+        """Take in what copies, restores and moves are over, and what waited for them."""
+        for done in self._copier.poll():
+            self._cache.tiered.copied(done.copy_id, ok=done.ok)
+            if done.ok and done.to is Tier.DEVICE:
+                self._rates.copied(done.nbytes, done.seconds)
+        for restored in self._restorer.poll():
+            sequence = self._sequences[restored.key]
+            sequence.restoring = False
+            if restored.error is not None:
+                sequence.image = None
+                self._events.append(_restore_failed(sequence, restored.error))
+        for key, (admission, began) in list(self._admissions.items()):
+            sequence = admission.sequence
+            if sequence.restoring or sequence.pages.loads:
+                continue
+            del self._admissions[key]
+            self._restored(admission, time.monotonic() - began)
+        self._events += self._images.poll(time.monotonic())
+
+    def _restored(self, admission: Admission, seconds: float) -> None:
+        sequence = admission.sequence
+        failed = sequence.pages.load_failed
+        if failed:
+            sequence.loadable = False
+        if failed or (admission.restored_tokens and sequence.image is None):
+            self._scheduler.restore_failed(sequence)
+        else:
+            self._scheduler.restored(sequence, admission.known_tokens)
+            if not admission.restored_tokens:
+                self._rates.loaded(admission.loaded_tokens, seconds)
+            self._tell_admitted(admission)
+        if sequence.abort:
+            self._park(sequence)
 
     def _launch(self, plan: Plan) -> None:
         """Start the copies that the plan asks for, and tell what it decided."""
@@ -191,11 +241,21 @@ class Engine:
             if sequence.status is not Status.RESTORING:
                 self._tell_admitted(admission)
                 continue
-            image = sequence.image
-            assert image is not None
-            first = sequence.pages.shared
-            self._admissions[sequence.key] = admission
-            self._restorer.submit(sequence.key, image, first, sequence.pages.table[first : image.pages])
+            self._admissions[sequence.key] = (admission, time.monotonic())
+            if sequence.restoring:
+                image = sequence.image
+                assert image is not None
+                first = sequence.pages.shared
+                table = sequence.pages.table[first : image.pages]
+                self._restorer.submit(sequence.key, image, first, table, self._runner.fence())
+        for sequence in self._scheduler.only_parked():
+            self._park(sequence)
+        self._start_copies()
+
+    def _start_copies(self) -> None:
+        """Hand what was planned to the copy thread, behind all that was computed so far."""
+        if copies := self._cache.tiered.take_copies():
+            self._copier.submit(copies, self._runner.fence())
 
     def _commit(self, plan: Plan, draws: list[Draw]) -> None:
         for chunk in plan.prefill:
@@ -225,32 +285,16 @@ class Engine:
                 self._park(sequence)
 
     def _fail(self, sequence: Sequence, error: str) -> None:
-        self._scheduler.park(sequence)
-        self._scheduler.release(sequence.key)
+        self._scheduler.leave(sequence)
+        if sequence.holding is not None:
+            self._cache.close(sequence.holding)
         del self._sequences[sequence.key]
         self._events.append(Failed(trajectory_id=sequence.trajectory_id, epoch=sequence.epoch, error=error))
 
     def _park(self, sequence: Sequence) -> None:
-        self._scheduler.park(sequence)
-        page_tokens = self._cache.page_tokens
-        whole = sequence.computed // page_tokens
-        keys = page_keys(
-            self._root,
-            sequence.tokens,
-            pages=whole,
-            page_tokens=page_tokens,
-            weights_id=self._weights_id,
-            prefilled=sequence.prompt_tokens if self._deterministic else None,
-        )
-        self._events.append(
-            Parked(
-                trajectory_id=sequence.trajectory_id,
-                epoch=sequence.epoch,
-                kv_tokens=sequence.computed,
-                prompt_pages=min(sequence.computed, sequence.prompt_tokens) // page_tokens,
-                page_keys=keys,
-            )
-        )
+        self._scheduler.leave(sequence)
+        del self._sequences[sequence.key]
+        self._events.append(self._images.park(sequence))
 
     def _tell_admitted(self, admission: Admission) -> None:
         self._cached += admission.cached_tokens
@@ -259,6 +303,7 @@ class Engine:
                 trajectory_id=admission.sequence.trajectory_id,
                 epoch=admission.sequence.epoch,
                 cached_tokens=admission.cached_tokens,
+                loaded_tokens=admission.loaded_tokens,
                 restored_tokens=admission.restored_tokens,
                 recomputed_tokens=admission.recomputed_tokens,
             )

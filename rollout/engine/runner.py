@@ -4,6 +4,7 @@ In deterministic mode every chunk is a forward of its own, padded to one length,
 is padded to one size, so that the bits of a row never depend on what else is running.
 """
 
+import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from rollout.engine.batch import Forward, decode_forward, prefill_forward
 from rollout.engine.sampling import Sampler, SamplingBatch
 from rollout.engine.scheduler import Chunk, Limits, Plan
 from rollout.engine.sequence import Sequence
+from rollout.kv.fence import Fence
 from rollout.kv.storage import KVStorage
 from rollout.model.decoder import Decoder
 
@@ -40,14 +42,28 @@ class Runner:
         self._sampler = sampler
         self._limits = limits
         self._device = storage.pages.device
+        self.prefill_s: float | None = None
+        """What the prefill of the last plan took, if that is known: on CUDA it is if something was sampled."""
+
+    @property
+    def page_bytes(self) -> int:
+        return self._storage.page_bytes
+
+    def fence(self) -> Fence:
+        """Everything that was run so far."""
+        return self._storage.fence()
 
     @torch.inference_mode()
     def run(self, plan: Plan) -> list[Draw]:
         """Compute the KV of the plan's positions; draw where they reach the end of what is known."""
         draws: list[Draw] = []
         alone = self._limits.deterministic
+        self.prefill_s = None
+        start = time.perf_counter()
         for chunks in ([chunk] for chunk in plan.prefill) if alone else [plan.prefill] if plan.prefill else []:
             draws += self._prefill(chunks)
+        if plan.prefill and (draws or self._device.type == "cpu"):
+            self.prefill_s = time.perf_counter() - start
         if plan.decode:
             draws += self._decode(plan.decode)
         return draws

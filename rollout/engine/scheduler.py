@@ -9,9 +9,12 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from rollout.engine.images import Images
+from rollout.engine.rates import Rates
 from rollout.engine.sequence import Sequence, Status
-from rollout.kv.cache import FreedPages, KVCache
-from rollout.types import SequenceKey
+from rollout.kv.cache import KVCache, Stored
+from rollout.kv.kept import Kept
+from rollout.kv.tiers import Tier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,9 +32,40 @@ class Admission:
 
     sequence: Sequence
     cached_tokens: int
+    loaded_tokens: int
+    """To be copied from the host; until then the sequence does not run."""
     restored_tokens: int
-    """To be restored; until then the sequence does not run."""
+    """To be read from the pool; likewise."""
     recomputed_tokens: int
+
+    @property
+    def known_tokens(self) -> int:
+        """Positions that have KV when it runs."""
+        return self.cached_tokens + self.loaded_tokens + self.restored_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sources:
+    """Where the KV of what a sequence knows will come from, in pages of the prefix tree and tokens of an image."""
+
+    stored: Stored
+    wanted: int
+    device: int
+    host: int
+    """After these, to be loaded."""
+    tail: Kept | None
+    """What the trajectory left here, if that continues these pages and has more than the pool."""
+    image_tokens: int
+    """Of the pool's image."""
+    page_tokens: int
+
+    @property
+    def stored_tokens(self) -> int:
+        return (self.device + self.host) * self.page_tokens
+
+    @property
+    def arriving(self) -> bool:
+        return self.stored.arriving
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,14 +94,14 @@ class Limits:
 class Scheduler:
     """Queues of sequences and the pages they hold."""
 
-    def __init__(self, cache: KVCache, limits: Limits, weights_id: str) -> None:
+    def __init__(self, cache: KVCache, images: Images, rates: Rates, limits: Limits) -> None:
         self._cache = cache
+        self._images = images
+        self._rates = rates
         self._limits = limits
-        self._weights_id = weights_id
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         """In order of admission; those restoring included."""
-        self._parked: dict[SequenceKey, Sequence] = {}
 
     @property
     def waiting(self) -> int:
@@ -77,23 +111,18 @@ class Scheduler:
     def running(self) -> int:
         return len(self._running)
 
-    @property
-    def parked(self) -> int:
-        return len(self._parked)
-
     def sequences(self) -> Iterator[Sequence]:
         yield from self._waiting
         yield from self._running
-        yield from self._parked.values()
 
     def add(self, sequence: Sequence) -> None:
         self._waiting.append(sequence)
 
     def plan(self) -> Plan:
         """Decide the next step and move pages for it."""
-        preempted = self._make_room()
-        admitted = self._admit() if not preempted else ()
-        ready = [sequence for sequence in self._running if sequence.status is Status.RUNNING]
+        preempted, stalled = self._make_room()
+        admitted = self._admit() if not preempted and not stalled else ()
+        ready = [s for s in self._running if s.status is Status.RUNNING and s not in stalled and not s.slice_over]
         return Plan(
             admitted=admitted,
             prefill=self._chunks(sequence for sequence in ready if sequence.needs_prefill),
@@ -101,8 +130,12 @@ class Scheduler:
             preempted=preempted,
         )
 
+    def only_parked(self) -> list[Sequence]:
+        """Running sequences that have their KV and were only to get it."""
+        return [sequence for sequence in self._running if sequence.status is Status.RUNNING and sequence.slice_over]
+
     def restored(self, sequence: Sequence, tokens: int) -> None:
-        """The copy into a restoring sequence's pages is over: positions [0, tokens) have KV."""
+        """The copies into a restoring sequence's pages are over: positions [0, tokens) have KV."""
         self._cache.settle(sequence.pages)
         sequence.computed = tokens
         sequence.kv_seen = max(sequence.kv_seen, tokens)
@@ -110,68 +143,59 @@ class Scheduler:
         self.share(sequence)
 
     def restore_cancelled(self, sequence: Sequence) -> None:
-        """The copy never began: only what came from the tree has KV."""
+        """The copy from the pool never began, and there was no other: only what was on the device has KV."""
         self._cache.settle(sequence.pages)
         sequence.status = Status.RUNNING
 
     def restore_failed(self, sequence: Sequence) -> None:
-        """The copy failed: the sequence starts again without its image."""
+        """A copy failed: the sequence starts again, without what could not be copied."""
         self._cache.settle(sequence.pages)
-        sequence.image = None
         self._requeue(sequence)
 
     def share(self, sequence: Sequence) -> None:
-        """Put the whole pages that others may use into the prefix tree."""
-        self._cache.commit(sequence.pages, sequence.tokens, sequence.shareable_end)
+        """Put the whole pages that have KV into the prefix tree."""
+        whole = sequence.computed // self._cache.page_tokens * self._cache.page_tokens
+        self._cache.commit(sequence.pages, sequence.key_of(whole))
 
     def finish(self, sequence: Sequence) -> None:
         """Out of the engine; what the tree may keep stays there."""
-        self._leave(sequence)
+        self.leave(sequence)
         if sequence.holding is not None:
             self.share(sequence)
-            self._cache.close(sequence.holding, keep_exclusive=True)
+            self._cache.close(sequence.holding)
             sequence.holding = None
 
-    def park(self, sequence: Sequence) -> None:
-        """Out of the batch, pages held until `release`."""
-        self._leave(sequence)
-        sequence.status = Status.PARKED
-        self._parked[sequence.key] = sequence
-
-    def release(self, key: SequenceKey) -> FreedPages | None:
-        """Free all that only a parked sequence used; None if no such sequence is parked."""
-        sequence = self._parked.pop(key, None)
-        if sequence is None:
-            return None
-        if sequence.holding is None:
-            return FreedPages(exclusive=0, freed=0)
-        freed = self._cache.close(sequence.holding, keep_exclusive=False)
-        sequence.holding = None
-        return freed
-
-    def _leave(self, sequence: Sequence) -> None:
+    def leave(self, sequence: Sequence) -> None:
+        """Out of the queues; its holding is the caller's."""
         if sequence.status is Status.WAITING:
             self._waiting.remove(sequence)
         else:
             self._running.remove(sequence)
 
-    def _make_room(self) -> tuple[Sequence, ...]:
-        """One more page for every decoding sequence that needs it, oldest first, preempting the youngest."""
+    def _make_room(self) -> tuple[tuple[Sequence, ...], list[Sequence]]:
+        """One more page for every decoding sequence that needs it, oldest first, preempting the youngest.
+
+        A sequence whose page is on its way out, or pinned by an export, sits the step out: preempting would not help.
+        """
         preempted: list[Sequence] = []
+        stalled: list[Sequence] = []
         for sequence in list(self._running):
-            if sequence.status is not Status.RUNNING or sequence.needs_prefill:
+            if sequence.status is not Status.RUNNING or sequence.needs_prefill or sequence.slice_over:
                 continue
             while sequence.status is Status.RUNNING:
                 if self._cache.grow(sequence.pages, self._cache.pages_for(sequence.computed + 1)):
                     break
                 victim = next(s for s in reversed(self._running) if s.status is Status.RUNNING)
+                if self._cache.leaving or (victim is sequence and self._images.pinned):
+                    stalled.append(sequence)
+                    break
                 preempted.append(victim)
                 self._requeue(victim)
-        return tuple(preempted)
+        return tuple(preempted), stalled
 
     def _requeue(self, sequence: Sequence) -> None:
         self._running.remove(sequence)
-        self._cache.close(sequence.pages, keep_exclusive=True)
+        self._cache.close(sequence.pages)
         sequence.holding = None
         sequence.computed = 0
         sequence.status = Status.WAITING
@@ -182,53 +206,97 @@ class Scheduler:
         for sequence in list(self._waiting):
             if len(self._running) >= self._limits.max_running:
                 break
-            cached = self._stored(sequence)
-            if self._sibling_computes(sequence, cached + self._unit):
+            sources = self._sources(sequence)
+            if sources.arriving or self._sibling_computes(sequence, sources.stored_tokens + self._unit):
                 continue
-            if not self._fits(sequence, cached):
+            admission = self._open(sequence, sources) if self._fits(sequence, sources) else None
+            if admission is None:
                 break
             self._waiting.remove(sequence)
             self._running.append(sequence)
-            admitted.append(self._open(sequence, cached))
+            admitted.append(admission)
         return tuple(admitted)
 
-    def _fits(self, sequence: Sequence, cached: int) -> bool:
-        """Whether there are pages for what it knows, and one more for each running sequence."""
-        cache = self._cache
-        pages, evictable = cache.stored_pages(self._weights_id, sequence.tokens, cached)
-        need = cache.pages_for(len(sequence.tokens)) - pages + len(self._running)
-        return need <= cache.available - evictable
-
-    def _open(self, sequence: Sequence, cached: int) -> Admission:
-        """Pages for a sequence: the longest useful prefix of the tree, then its image, then fresh ones."""
-        cache = self._cache
-        holding = cache.open(sequence.trajectory_id, self._weights_id, sequence.tokens, cached)
+    def _sources(self, sequence: Sequence) -> Sources:
+        """Where the KV of what the sequence knows can come from: device, then host, then the pool or its own tail."""
+        page_tokens = self._cache.page_tokens
+        wanted = sequence.reusable_end // page_tokens
+        stored = self._cache.stored(sequence.weights_id, sequence.key_of(wanted * page_tokens), wanted)
+        found = stored.device + stored.host if sequence.loadable else stored.device
+        if found * page_tokens < sequence.prompt_tokens:
+            found = found * page_tokens // self._unit * self._unit // page_tokens
+        device = min(stored.device, found)
         image_tokens = sequence.image.kv_tokens if sequence.image is not None else 0
-        restored = max(0, image_tokens - cached)
-        grown = not restored or cache.grow(holding, cache.pages_for(image_tokens), reserved=True)
-        grown = grown and cache.grow(holding, cache.pages_for(len(sequence.tokens)))
-        assert grown, (len(sequence.tokens), cache.counts)
-        sequence.status = Status.RESTORING if restored else Status.RUNNING
+        left = self._images.of(sequence.trajectory_id)
+        here = left.tokens if left is not None and left.tail and left.tokens // page_tokens == found else 0
+        host = (found - device) * page_tokens + (here % page_tokens if left and left.tier is Tier.HOST else 0)
+        if host < self._rates.load_back_tokens and image_tokens < found * page_tokens:
+            found, here = device, (here if found == device else 0)
+        return Sources(
+            stored=stored,
+            wanted=wanted,
+            device=device,
+            host=found - device,
+            tail=left if here > image_tokens else None,
+            image_tokens=image_tokens,
+            page_tokens=page_tokens,
+        )
+
+    def _fits(self, sequence: Sequence, sources: Sources) -> bool:
+        """Whether there are pages for what it knows, and one more for each running sequence."""
+        evictable = min(sources.device, sources.stored.evictable)
+        need = self._cache.pages_for(len(sequence.tokens)) - sources.device + len(self._running)
+        return need <= self._cache.available - evictable
+
+    def _open(self, sequence: Sequence, sources: Sources) -> Admission | None:
+        """Pages for a sequence, and the copies that fill them; None if some are still on their way out."""
+        cache = self._cache
+        key = sequence.key_of(sources.stored_tokens)
+        pages = cache.pages_for(len(sequence.tokens))
+        holding = cache.open(sequence.trajectory_id, sequence.weights_id, key, sources.device)
+        tail = sources.tail
+        room = pages - sources.device
+        if tail is not None:
+            room -= Tier.DEVICE in tail.tail
+            cache.kept.hold_tail(tail, held=True)
+        roomy = (
+            cache.load(holding, key, sources.device + sources.host, room=room)
+            if sources.host
+            else cache.make_room(room)
+        )
+        if not roomy:
+            cache.close(holding)
+            if tail is not None:
+                cache.kept.hold_tail(tail, held=False)
+            return None
+        if tail is not None:
+            cache.adopt(tail, holding)
+            self._images.adopted(sequence.trajectory_id)
+        else:
+            self._images.resumed(sequence.trajectory_id)
+        restored = max(0, sources.image_tokens - sources.stored_tokens) if tail is None else 0
+        grown = not restored or cache.grow(holding, cache.pages_for(sources.image_tokens), reserved=True)
+        grown = grown and cache.grow(holding, pages)
+        assert grown, (len(sequence.tokens), cache.stats())
+        cache.count(sources.stored, sources.wanted)
         sequence.holding = holding
-        sequence.computed = cached
+        sequence.restoring = restored > 0
+        sequence.status = Status.RESTORING if restored or holding.loads else Status.RUNNING
+        known = sources.stored_tokens + restored if tail is None else tail.tokens
+        sequence.computed = sources.device * cache.page_tokens if sequence.status is Status.RESTORING else known
+        loaded = known - restored - sources.device * cache.page_tokens if holding.loads else 0
         return Admission(
             sequence=sequence,
-            cached_tokens=cached,
+            cached_tokens=known - restored - loaded,
+            loaded_tokens=loaded,
             restored_tokens=restored,
-            recomputed_tokens=max(0, sequence.kv_seen - cached - restored),
+            recomputed_tokens=max(0, sequence.kv_seen - known),
         )
 
     @property
     def _unit(self) -> int:
-        """Prefixes are reused in multiples of this: whole pages; in deterministic mode whole chunks."""
+        """Prefixes of a prompt are reused in multiples of this: whole pages; in deterministic mode whole chunks."""
         return self._limits.chunk_tokens if self._limits.deterministic else self._cache.page_tokens
-
-    def _stored(self, sequence: Sequence) -> int:
-        """Tokens of the longest prefix that the sequence can take from the tree."""
-        unit = self._unit
-        end = sequence.reusable_end // unit * unit
-        pages, _ = self._cache.stored_pages(self._weights_id, sequence.tokens, end)
-        return pages * self._cache.page_tokens // unit * unit
 
     def _sibling_computes(self, sequence: Sequence, end: int) -> bool:
         """Whether a running prefill is about to write positions up to `end` that this sequence could reuse."""

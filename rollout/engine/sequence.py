@@ -2,9 +2,11 @@
 
 A sequence of n tokens has KV for n - 1 once it decodes: the last token is fed by the next step.
 `computed` counts the positions with KV. In deterministic mode prompt positions are only ever written
-by prefill and output positions by decode steps, so a recomputation replays history.
+by prefill and output positions by decode steps, so a recomputation replays history; and since bits depend
+on which of the two wrote them, the prefix tree knows output positions there by other ids than prompt ones.
 """
 
+from array import array
 from enum import StrEnum
 
 from rollout.control.messages import Assignment
@@ -31,20 +33,30 @@ class Sequence:
         "holding",
         "image",
         "kv_seen",
+        "loadable",
         "max_total",
+        "restoring",
         "slice_end",
         "status",
         "stop_ids",
         "tokens",
+        "weights_id",
     )
 
     def __init__(
-        self, assignment: Assignment, *, eos_ids: tuple[int, ...], max_context: int, deterministic: bool
+        self,
+        assignment: Assignment,
+        *,
+        eos_ids: tuple[int, ...],
+        max_context: int,
+        deterministic: bool,
+        weights_id: str,
     ) -> None:
         sampling = assignment.sampling
         self.assignment = assignment
         self.columns = Columns(assignment.output.ids, assignment.output.logprobs, assignment.output.versions)
-        self.tokens = [*assignment.prompt_ids, *assignment.output.ids]
+        self.tokens = array("i", [*assignment.prompt_ids, *assignment.output.ids])
+        self.weights_id = weights_id
         self.deterministic = deterministic
         self.max_total = min(max_context, len(assignment.prompt_ids) + sampling.max_new_tokens)
         self.stop_ids = frozenset(sampling.stop_token_ids) | (
@@ -52,6 +64,10 @@ class Sequence:
         )
         self.slice_end = None if assignment.slice_tokens is None else len(self.columns) + assignment.slice_tokens
         self.image = assignment.image
+        self.loadable = True
+        """No copy from the host has failed for it."""
+        self.restoring = False
+        """A restore from the pool is under way."""
         self.kv_seen = assignment.kv_tokens
         self.status = Status.WAITING
         self.computed = 0
@@ -92,14 +108,15 @@ class Sequence:
 
     @property
     def reusable_end(self) -> int:
-        """Positions whose KV may come from the prefix tree: one token at least must be fed."""
-        known = self.prompt_tokens if self.deterministic else len(self.tokens)
-        return min(known, len(self.tokens) - 1)
+        """Positions whose KV may come from elsewhere: one token at least must be fed."""
+        return len(self.tokens) - 1
 
-    @property
-    def shareable_end(self) -> int:
-        """Positions whose KV may go into the prefix tree."""
-        return min(self.computed, self.prompt_tokens) if self.deterministic else self.computed
+    def key_of(self, tokens: int) -> bytes:
+        """The first `tokens` positions as the prefix tree knows them."""
+        if not self.deterministic or tokens <= self.prompt_tokens:
+            return self.tokens[:tokens].tobytes()
+        decoded = array("i", [~token for token in self.tokens[self.prompt_tokens : tokens]])
+        return self.tokens[: self.prompt_tokens].tobytes() + decoded.tobytes()
 
     @property
     def banned_ids(self) -> tuple[int, ...]:

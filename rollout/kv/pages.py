@@ -13,7 +13,7 @@ class PageAllocator:
     __slots__ = ("_free", "_owned", "total")
 
     def __init__(self, total: int) -> None:
-        assert total >= 1, total
+        assert total >= 0, total
         self.total = total
         self._free = list(range(total, 0, -1))
         self._owned = bytearray(total + 1)

@@ -1,181 +1,289 @@
-"""The prefix tree of one worker: whole pages of token ids to page numbers. Integers only.
+"""The prefix tree of one worker: whole pages of token ids to page numbers in two tiers. Integers only.
 
-A node's edge holds one or more whole pages; children are told apart by their first page's ids, which
-are compared in full. Each weights_id has its own root, so KV of other weights can never match.
+A node's edge is the ids of one or more whole pages, as bytes, so that an edge is compared with one memcmp;
+children are told apart by their first page. Each weights_id has its own root, so KV of other weights can
+never match.
 
-1. `locks` counts the sequences that hold the node or a descendant: a locked node's parent is locked.
-2. `pages` and `evictable` (pages of unlocked nodes) are kept incrementally.
-3. `owner` is the one trajectory that ever used the node, or None once a second one did; what hangs
+1. A node has pages in at least one tier (a root in none), one page for each page of its edge.
+2. A node with device pages hangs below one with device pages, or below a root.
+3. `locks` of a tier counts who holds the node or a descendant there: a locked node's parent is locked.
+   Pages of a locked node stay; of a node below which something is locked in either tier, a copy stays.
+4. `owner` is the one trajectory that ever used the node, or None once a second one did; what hangs
    below a node that has an owner has the same one.
 """
 
 import heapq
 import itertools
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Iterable, Iterator
 
+from rollout.kv.tiers import CopyId, Residency, Tier
 from rollout.types import TrajectoryId
 
-PageIds = tuple[int, ...]
-"""Token ids of one page."""
-
+ID_BYTES = array("i").itemsize
 MOST_LEAVES = 1024
-"""Entries of the eviction heap that are kept before it is cleaned."""
+"""Entries of an eviction heap that are kept before it is cleaned."""
+
+
+def edge_bytes(ids: Iterable[int]) -> bytes:
+    """Token ids (or other ints of 32 bits that stand for them) as the tree compares them."""
+    return ids.tobytes() if isinstance(ids, array) else array("i", ids).tobytes()
+
+
+class Spot:
+    """A node in one tier."""
+
+    __slots__ = ("below", "locks", "pages")
+
+    def __init__(self, pages: list[int], locks: int = 0) -> None:
+        self.pages = pages
+        self.locks = locks
+        self.below = 0
+        """Children that have pages in this tier."""
+
+
+class Arriving:
+    """A copy that is writing a node's pages in tier `to`."""
+
+    __slots__ = ("copy_id", "pages", "to")
+
+    def __init__(self, copy_id: CopyId, to: Tier, pages: list[int]) -> None:
+        self.copy_id = copy_id
+        self.to = to
+        self.pages = pages
 
 
 class Node:
     """An edge of the tree with what hangs below it."""
 
-    __slots__ = ("children", "chunks", "locks", "owner", "pages", "parent", "used_at")
+    __slots__ = ("arriving", "children", "device", "edge", "hits", "host", "owner", "parent", "used_at")
 
-    def __init__(
-        self, parent: "Node | None", chunks: list[PageIds], pages: list[int], owner: TrajectoryId | None
-    ) -> None:
+    def __init__(self, parent: "Node | None", edge: bytes, owner: TrajectoryId | None) -> None:
         self.parent = parent
-        self.chunks = chunks
-        self.pages = pages
-        self.children: dict[PageIds, Node] = {}
-        self.locks = 0
+        self.edge = edge
+        self.children: dict[bytes, Node] = {}
+        self.device = Spot([])
+        self.host = Spot([])
+        self.arriving: Arriving | None = None
         self.owner = owner
+        self.hits = 0
+        """Matches since it was inserted."""
         self.used_at = 0
+
+    def at(self, tier: Tier) -> Spot:
+        return self.device if tier is Tier.DEVICE else self.host
+
+    @property
+    def residency(self) -> Residency:
+        if not self.host.pages:
+            return Residency.DEVICE
+        return Residency.BOTH if self.device.pages else Residency.HOST
+
+    def path(self) -> "list[Node]":
+        """From below the root to this node."""
+        path: list[Node] = []
+        node = self
+        while node.parent is not None:
+            path.append(node)
+            node = node.parent
+        path.reverse()
+        return path
+
+
+class Level:
+    """Counters of one tier and the order in which its leaves are evicted."""
+
+    def __init__(self) -> None:
+        self.pages = 0
+        self.evictable = 0
+        """Pages of nodes without locks."""
+        self.leaves: list[tuple[tuple[bool, int], int, Node]] = []
+        """A heap of (rank, serial, node): every evictable leaf, and entries that are out of date."""
+        self.most_leaves = MOST_LEAVES
 
 
 class RadixTree:
-    """Longest-prefix matching, insertion, locks and LRU eviction."""
+    """Longest-prefix matching, insertion, locks and eviction order; who owns page numbers is the caller's affair."""
 
-    def __init__(self, page_tokens: int) -> None:
-        self._page_tokens = page_tokens
+    def __init__(self, page_tokens: int, *, prefer_shared: bool = False) -> None:
+        """`prefer_shared`: nodes that one trajectory alone ever used are evicted before any others."""
+        self._page_bytes = page_tokens * ID_BYTES
+        self._prefer_shared = prefer_shared
         self._roots: dict[str, Node] = {}
         self._clock = 0
-        self._leaves: list[tuple[int, int, Node]] = []
-        """A heap of (used_at, serial, node): every evictable leaf, and entries that are out of date."""
-        self._offers = itertools.count()
-        self._most_leaves = MOST_LEAVES
-        self.pages = 0
-        self.evictable = 0
+        self._serial = itertools.count()
+        self.device = Level()
+        self.host = Level()
+
+    def level(self, tier: Tier) -> Level:
+        return self.device if tier is Tier.DEVICE else self.host
 
     def root(self, weights_id: str) -> Node:
-        return self._roots.setdefault(weights_id, Node(None, [], [], None))
+        return self._roots.setdefault(weights_id, Node(None, b"", None))
 
-    def match(self, weights_id: str, tokens: Sequence[int], max_pages: int, user: TrajectoryId) -> Node:
-        """The node at which the longest stored prefix of at most `max_pages` pages ends.
+    # Finding and adding -------------------------------------------------------------------------------
+
+    def match(self, weights_id: str, key: bytes, max_pages: int, user: TrajectoryId) -> Node:
+        """The node at which the longest stored prefix of at most `max_pages` pages ends, in whatever tiers.
 
         A node that matches in part is split, so the result always ends at a node. Every node on the
         way counts as used by `user`.
         """
         self._clock += 1
         node = self.root(weights_id)
-        done = 0
-        while done < max_pages:
-            child = node.children.get(self._chunk(tokens, done))
-            if child is None:
-                break
-            common = self._common(child, tokens, done, max_pages)
-            if common < len(child.chunks):
-                child = self._split(child, common)
-            node = child
-            done += common
+        for child, common in self._walk(node, key, max_pages):
+            node = child if common == len(child.edge) else self.split(child, common // self._page_bytes)
             node.used_at = self._clock
+            node.hits += 1
             if node.owner != user:
                 node.owner = None
         return node
 
-    def stored_pages(self, weights_id: str, tokens: Sequence[int], max_pages: int) -> tuple[int, int]:
-        """How many pages `match` would find, and how many of them are evictable now; changes nothing."""
-        node = self._roots.get(weights_id)
-        done = evictable = 0
-        while node is not None and done < max_pages:
-            child = node.children.get(self._chunk(tokens, done))
-            if child is None:
-                break
-            common = self._common(child, tokens, done, max_pages)
-            done += common
-            evictable += 0 if child.locks else common
-            if common < len(child.chunks):
-                break
-            node = child
-        return done, evictable
+    def find(self, weights_id: str, key: bytes, max_pages: int) -> Iterator[tuple[Node, int]]:
+        """The nodes that `match` would go through, each with how many of its pages match; changes nothing."""
+        root = self._roots.get(weights_id)
+        if root is not None:
+            for node, common in self._walk(root, key, max_pages):
+                yield node, common // self._page_bytes
 
-    def insert(
-        self, node: Node, tokens: Sequence[int], pages: list[int], owner: TrajectoryId
-    ) -> tuple[Node, list[int]]:
-        """Add `pages` holding `tokens` below `node`.
+    def insert(self, node: Node, key: bytes, pages: list[int], owner: TrajectoryId) -> tuple[Node, list[int]]:
+        """Add device `pages` holding the ids of `key` below `node`, which is in the device tier itself.
 
-        Returns the node at which they end and the pages of the tree along the way: where the tree had a
-        page already, its page stands in the list and the caller still owns the one it brought.
+        Returns the node at which they end and the device pages of the tree along the way. Where the tree had a
+        device page already that one stands in the list, and the caller still owns the one it brought. The list
+        is shorter than `pages` if a copy is just writing the rest: the caller owns that rest, too.
         """
         kept: list[int] = []
         self._clock += 1
         while len(kept) < len(pages):
-            done = len(kept)
-            child = node.children.get(self._chunk(tokens, done))
+            start = len(kept) * self._page_bytes
+            child = node.children.get(key[start : start + self._page_bytes])
             if child is None:
-                chunks = [self._chunk(tokens, page) for page in range(done, len(pages))]
-                child = Node(node, chunks, pages[done:], owner)
-                node.children[chunks[0]] = child
-                self.pages += len(chunks)
-                self.evictable += len(chunks)
+                child = Node(node, key[start : len(pages) * self._page_bytes], owner)
+                node.children[child.edge[: self._page_bytes]] = child
+                self.place(child, Tier.DEVICE, pages[len(kept) :])
             else:
-                common = self._common(child, tokens, done, len(pages))
-                if common < len(child.chunks):
-                    child = self._split(child, common)
+                common = self._common(child.edge, key, start, len(pages) * self._page_bytes)
+                if not child.device.pages and child.arriving is not None:
+                    break
+                if common < len(child.edge):
+                    child = self.split(child, common // self._page_bytes)
                 if child.owner != owner:
                     child.owner = None
+                if not child.device.pages:
+                    self.place(child, Tier.DEVICE, pages[len(kept) : len(kept) + common // self._page_bytes])
             child.used_at = self._clock
-            kept += child.pages
+            kept += child.device.pages
             node = child
-        self._offer(node)
+        for tier in Tier:
+            self.offer(node, tier)
         return node, kept
 
-    def lock(self, node: Node) -> None:
+    # Locks --------------------------------------------------------------------------------------------
+
+    def lock(self, node: Node, tier: Tier) -> None:
+        level = self.level(tier)
         walk: Node | None = node
         while walk is not None:
-            if walk.locks == 0:
-                self.evictable -= len(walk.pages)
-            walk.locks += 1
+            spot = walk.at(tier)
+            if spot.locks == 0:
+                level.evictable -= len(spot.pages)
+            spot.locks += 1
             walk = walk.parent
 
-    def unlock(self, node: Node) -> None:
+    def unlock(self, node: Node, tier: Tier) -> None:
         """Take a lock back; all that it held counts as used until now."""
         self._clock += 1
+        level = self.level(tier)
         walk: Node | None = node
         while walk is not None:
-            assert walk.locks > 0, "unlock of a node that is not locked"
-            walk.locks -= 1
+            spot = walk.at(tier)
+            assert spot.locks > 0, f"unlock of a node that is not locked on {tier}"
+            spot.locks -= 1
             walk.used_at = self._clock
-            if walk.locks == 0:
-                self.evictable += len(walk.pages)
-                self._offer(walk)
+            if spot.locks == 0:
+                level.evictable += len(spot.pages)
+                self.offer(walk, tier)
             walk = walk.parent
 
-    def evict(self, count: int) -> list[int]:
-        """Remove at least `count` pages of unlocked leaves, least recently used first, or all there are."""
-        freed: list[int] = []
-        while self._leaves and len(freed) < count:
-            used_at, _, node = heapq.heappop(self._leaves)
-            if not self._is_leaf(node):
-                continue
-            if node.used_at != used_at:
-                self._offer(node)
-                continue
-            parent = node.parent
-            freed += self._remove(node)
-            if parent is not None:
-                self._offer(parent)
-        return freed
+    # Pages --------------------------------------------------------------------------------------------
 
-    def _offer(self, node: Node) -> None:
-        """Let `evict` know of a node that it may take now."""
-        if not self._is_leaf(node):
+    def place(self, node: Node, tier: Tier, pages: list[int]) -> None:
+        """`pages` hold the node's KV in this tier from now on, where it had none."""
+        spot = node.at(tier)
+        assert not spot.pages, f"a node has its pages on {tier} already"
+        assert len(pages) * self._page_bytes == len(node.edge), (len(pages), len(node.edge))
+        spot.pages = pages
+        level = self.level(tier)
+        level.pages += len(pages)
+        if not spot.locks:
+            level.evictable += len(pages)
+        if node.parent is not None:
+            node.parent.at(tier).below += 1
+        self.offer(node, tier)
+
+    def displace(self, node: Node, tier: Tier) -> list[int]:
+        """The node's pages are no longer in this tier; returns them. Without any in the other it is removed."""
+        spot = node.at(tier)
+        assert node.parent is not None
+        assert spot.pages, f"a node has no pages on {tier}"
+        assert not spot.locks, f"displacing a node that is locked on {tier}"
+        assert not spot.below, f"displacing a node below which there is something on {tier}"
+        pages, spot.pages = spot.pages, []
+        level = self.level(tier)
+        level.pages -= len(pages)
+        level.evictable -= len(pages)
+        parent = node.parent
+        parent.at(tier).below -= 1
+        if not node.at(tier.other).pages:
+            assert not node.children, "removing a node that has children"
+            assert node.arriving is None, "removing a node to which a copy writes"
+            del parent.children[node.edge[: self._page_bytes]]
+            node.parent = None
+        self.offer(parent, tier)
+        return pages
+
+    # Eviction -----------------------------------------------------------------------------------------
+
+    def pop_leaf(self, tier: Tier, most_pages: int) -> Node | None:
+        """The next node to be evicted from a tier; one with more than `most_pages` pages is split, its end returned.
+
+        The caller displaces it, or offers it again.
+        """
+        level = self.level(tier)
+        while level.leaves:
+            rank, _, node = heapq.heappop(level.leaves)
+            if not self._is_leaf(node, tier):
+                continue
+            if self._rank(node) != rank:
+                self.offer(node, tier)
+                continue
+            if len(node.at(tier).pages) > most_pages:
+                self.split(node, len(node.at(tier).pages) - most_pages)
+            return node
+        return None
+
+    def offer(self, node: Node, tier: Tier) -> None:
+        """Let `pop_leaf` know of a node that it may take now."""
+        if not self._is_leaf(node, tier):
             return
-        heapq.heappush(self._leaves, (node.used_at, next(self._offers), node))
-        if len(self._leaves) > self._most_leaves:
-            self._leaves = [(leaf.used_at, next(self._offers), leaf) for leaf in self.nodes() if self._is_leaf(leaf)]
-            heapq.heapify(self._leaves)
-            self._most_leaves = max(MOST_LEAVES, 2 * len(self._leaves))
+        level = self.level(tier)
+        heapq.heappush(level.leaves, (self._rank(node), next(self._serial), node))
+        if len(level.leaves) > level.most_leaves:
+            leaves = (leaf for leaf in self.nodes() if self._is_leaf(leaf, tier))
+            level.leaves = [(self._rank(leaf), next(self._serial), leaf) for leaf in leaves]
+            heapq.heapify(level.leaves)
+            level.most_leaves = max(MOST_LEAVES, 2 * len(level.leaves))
 
-    def _is_leaf(self, node: Node) -> bool:
-        """Whether it hangs in the tree with nothing below it and nobody holding it; a root does not."""
-        return node.parent is not None and not node.children and not node.locks
+    def _is_leaf(self, node: Node, tier: Tier) -> bool:
+        """Whether it has pages in the tier that nobody holds, and nothing below it there; a root has none."""
+        spot = node.at(tier)
+        return bool(spot.pages) and not spot.locks and not spot.below and node.parent is not None
+
+    def _rank(self, node: Node) -> tuple[bool, int]:
+        return (self._prefer_shared and node.owner is None, node.used_at)
+
+    # What one trajectory alone used -------------------------------------------------------------------
 
     def exclusive(self, node: Node, owner: TrajectoryId) -> list[Node]:
         """What only `owner` ever used and nobody holds: `node`, such nodes above it, and all below them.
@@ -183,7 +291,7 @@ class RadixTree:
         Parents come first. There is something below `node` if its owner came back for a part only.
         """
         top: Node | None = None
-        while node.parent is not None and node.owner == owner and not node.locks:
+        while node.parent is not None and node.owner == owner and not node.device.locks and not node.host.locks:
             top, node = node, node.parent
         found: list[Node] = []
         stack = [top] if top is not None else []
@@ -193,50 +301,64 @@ class RadixTree:
             stack += node.children.values()
         return found
 
-    def remove_exclusive(self, node: Node, owner: TrajectoryId) -> list[int]:
-        """Remove what `exclusive` names; returns the pages."""
-        mine = self.exclusive(node, owner)
-        above = mine[0].parent if mine else None
-        freed = [page for node in reversed(mine) for page in self._remove(node)]
-        if above is not None:
-            self._offer(above)
-        return freed
-
     def nodes(self) -> Iterator[Node]:
+        """All of them, roots included."""
         stack = list(self._roots.values())
         while stack:
             node = stack.pop()
             stack += node.children.values()
             yield node
 
-    def _remove(self, node: Node) -> list[int]:
-        assert node.parent is not None
-        assert not node.locks, "removing a locked node"
-        del node.parent.children[node.chunks[0]]
-        node.parent = None
-        self.pages -= len(node.pages)
-        self.evictable -= len(node.pages)
-        return node.pages
+    # Edges --------------------------------------------------------------------------------------------
 
-    def _split(self, node: Node, at: int) -> Node:
-        """Cut `node` after `at` pages; returns the upper half, which is new."""
+    def _walk(self, node: Node, key: bytes, max_pages: int) -> Iterator[tuple[Node, int]]:
+        """Nodes below `node` along `key`, each with the bytes of its edge that match; the last may match in part."""
+        start, end = 0, max_pages * self._page_bytes
+        assert end <= len(key), (max_pages, len(key))
+        while start < end:
+            child = node.children.get(key[start : start + self._page_bytes])
+            if child is None:
+                return
+            common = self._common(child.edge, key, start, end)
+            whole = common == len(child.edge)
+            yield child, common
+            if not whole:
+                return
+            start += common
+            node = child
+
+    def _common(self, edge: bytes, key: bytes, start: int, end: int) -> int:
+        """Bytes of the whole pages at which `edge` equals `key` from `start`, looking at nothing from `end` on."""
+        length = min(len(edge), end - start)
+        if edge[:length] == key[start : start + length]:
+            return length
+        low, high = 1, length // self._page_bytes  # pages below low are equal, the first `high` are not
+        while high - low > 1:
+            middle = (low + high) // 2
+            size = middle * self._page_bytes
+            if edge[:size] == key[start : start + size]:
+                low = middle
+            else:
+                high = middle
+        return low * self._page_bytes
+
+    def split(self, node: Node, at: int) -> Node:
+        """Cut `node` after `at` pages; returns the upper half, which is new: the lower one keeps its identity."""
         assert node.parent is not None
-        upper = Node(node.parent, node.chunks[:at], node.pages[:at], node.owner)
-        upper.locks = node.locks
-        upper.used_at = node.used_at
-        node.parent.children[upper.chunks[0]] = upper
-        node.chunks, node.pages, node.parent = node.chunks[at:], node.pages[at:], upper
-        upper.children[node.chunks[0]] = node
+        cut = at * self._page_bytes
+        upper = Node(node.parent, node.edge[:cut], node.owner)
+        upper.hits, upper.used_at = node.hits, node.used_at
+        for tier in Tier:
+            spot = node.at(tier)
+            half = upper.at(tier)
+            half.pages, spot.pages = spot.pages[:at], spot.pages[at:]
+            half.locks = spot.locks
+            half.below = 1 if spot.pages else 0
+        if node.arriving is not None:
+            arriving = node.arriving
+            upper.arriving = Arriving(arriving.copy_id, arriving.to, arriving.pages[:at])
+            node.arriving = Arriving(arriving.copy_id, arriving.to, arriving.pages[at:])
+        node.parent.children[upper.edge[: self._page_bytes]] = upper
+        node.edge, node.parent = node.edge[cut:], upper
+        upper.children[node.edge[: self._page_bytes]] = node
         return upper
-
-    def _chunk(self, tokens: Sequence[int], page: int) -> PageIds:
-        return tuple(tokens[page * self._page_tokens : (page + 1) * self._page_tokens])
-
-    def _common(self, node: Node, tokens: Sequence[int], start: int, end: int) -> int:
-        """Pages of `node` that equal those of `tokens` from page `start`, looking at pages before `end`."""
-        common = 1
-        for chunk in node.chunks[1 : end - start]:
-            if chunk != self._chunk(tokens, start + common):
-                break
-            common += 1
-        return common

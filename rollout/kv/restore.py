@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rollout.errors import DeadlineError, KVError, SegmentDamagedError
+from rollout.kv.fence import Fence
 from rollout.kv.image import Buffer, Manifest, verify
 from rollout.kv.keys import Fingerprint
 from rollout.kv.storage import KVStorage
@@ -70,10 +71,10 @@ class Restorer:
         self._pending: dict[SequenceKey, tuple[int, Future[None]]] = {}
         self.restored_bytes = 0
 
-    def submit(self, key: SequenceKey, image: Image, first_page: int, pages: Sequence[int]) -> None:
-        """Read pages `first_page`… of `image` into `pages`."""
+    def submit(self, key: SequenceKey, image: Image, first_page: int, pages: Sequence[int], after: Fence) -> None:
+        """Read pages `first_page`… of `image` into `pages`, which what is before the fence may still read."""
         deadline = time.monotonic() + self._timeout_s
-        future = self._thread.submit(self._restore, image, first_page, pages, deadline)
+        future = self._thread.submit(self._restore, image, first_page, pages, after, deadline)
         self._pending[key] = (image.kv_tokens, future)
         future.add_done_callback(lambda _: self._wake())
 
@@ -101,7 +102,7 @@ class Restorer:
     def close(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)
 
-    def _restore(self, image: Image, first_page: int, pages: Sequence[int], deadline: float) -> None:
+    def _restore(self, image: Image, first_page: int, pages: Sequence[int], after: Fence, deadline: float) -> None:
         page_tokens = self._storage.page_tokens
         if image.pages != -(-image.kv_tokens // page_tokens) or len(pages) != image.pages - first_page:
             raise SegmentDamagedError(f"image of {image.pages} pages for {image.kv_tokens} tokens")
@@ -116,7 +117,7 @@ class Restorer:
                 except SegmentDamagedError as error:
                     raise SegmentDamagedError(str(error), node=run.node, segment=run.segment) from None
                 targets = pages[done : done + run.pages]
-                self._storage.scatter(targets, tokens, [segment.buffers[index] for index in part])
+                self._storage.scatter(targets, tokens, [segment.buffers[index] for index in part], after)
                 self.restored_bytes += tokens * self._storage.token_bytes
                 done += run.pages
 

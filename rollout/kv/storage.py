@@ -1,22 +1,25 @@
-"""The KV tensor of one worker and the bytes of its pages.
+"""The KV tensors of one worker, device and host pages, and every movement of their bytes.
 
-Device pages are one tensor `[pages, layers, 2, page_tokens, kv_heads, head_dim]` (page 0 is scratch), so
-a page is contiguous over all layers. `gather` and `scatter` move whole pages and packed tails between
-it and host buffers; they may run on another thread than the engine's, on pages that nobody else
-writes. Fences: gather only what a finished step wrote; scatter only into reserved pages.
+Pages are `[pages, layers, 2, page_tokens, kv_heads, head_dim]` in each tier (page 0 is scratch), so that a
+page is contiguous over all layers and moving it is one copy. Movements may run on other threads than the
+engine's, on pages that nobody else writes. They read what was computed before their fence, and write
+only into reserved pages, after what was queued before it: so of the four fences this file keeps two,
+*read after the compute that wrote* and *write after the last reader of the target*.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from rollout.kv.fence import Fence, fence_for
 from rollout.kv.image import Buffer
+from rollout.kv.tiers import PageRef, Tier
 
 
 class KVStorage:
-    """Allocates the pages and copies them out and in."""
+    """Allocates the pages of both tiers and copies them out, in and between."""
 
     def __init__(
         self,
@@ -28,64 +31,103 @@ class KVStorage:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        host_pages: int = 0,
     ) -> None:
-        shape = (pages + 1, layers, 2, page_tokens, kv_heads, head_dim)
-        self.pages: Tensor = torch.zeros(shape, dtype=dtype, device=device)
+        shape = (layers, 2, page_tokens, kv_heads, head_dim)
+        on_cuda = device.type == "cuda"
+        self.pages: Tensor = torch.zeros((pages + 1, *shape), dtype=dtype, device=device)
+        """Of the device."""
+        self.host_pages: Tensor = torch.zeros((host_pages + 1, *shape), dtype=dtype, pin_memory=on_cuda)
         self.page_tokens = page_tokens
         self.token_bytes = layers * 2 * kv_heads * head_dim * self.pages.element_size()
-        self._copies: torch.cuda.Stream | None = None
-        if device.type == "cuda":
-            self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream: torch.cuda.Stream | None = None
+        if on_cuda:
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     @property
     def page_bytes(self) -> int:
         return self.token_bytes * self.page_tokens
 
-    def gather(self, pages: Sequence[int], tokens: int) -> list[Buffer]:
+    def fence(self) -> Fence:
+        """All computation on the pages that the calling thread has started."""
+        return fence_for(self.pages.device)
+
+    def copy(self, to: Tier, sources: Sequence[int], targets: Sequence[int], after: Fence) -> None:
+        """Copy whole pages of the other tier into `targets` of tier `to`; returns when the bytes are in place."""
+        after.wait()
+        source, target = self._tier(to.other), self._tier(to)
+        if self._stream is None:
+            read, write = _rows(source), _rows(target)
+            for first, into, count in _runs(sources, targets):
+                np.copyto(write[into : into + count], read[first : first + count])
+            return
+        with torch.cuda.stream(self._stream):
+            for first, into, count in _runs(sources, targets):
+                target[into : into + count].copy_(source[first : first + count], non_blocking=True)
+        self._stream.synchronize()
+
+    def gather(self, pages: Sequence[PageRef], tokens: int, after: Fence) -> list[Buffer]:
         """The bytes of `pages`, holding `tokens` tokens, one buffer a page, the last packed to its tokens.
 
-        On CPU whole pages are views: the caller keeps the pages from being reused while it reads them.
+        What is in plain memory comes as views, where pages are whole: the caller keeps them from being reused.
         """
-        self._check(pages, tokens)
-        if self._copies is None:
-            parts = [self._valid(page, i, tokens).view(torch.uint8).numpy() for i, page in enumerate(pages)]
-            return [np.ascontiguousarray(part).reshape(-1) for part in parts]
-        self._copies.wait_stream(torch.cuda.default_stream(self.pages.device))
-        with torch.cuda.stream(self._copies):
-            staged = []
-            for i, page in enumerate(pages):
-                valid = self._valid(page, i, tokens).contiguous()
-                host = torch.empty(valid.shape, dtype=valid.dtype, pin_memory=True)
-                host.copy_(valid, non_blocking=True)
-                staged.append(host)
-        self._copies.synchronize()
-        return [host.view(torch.uint8).numpy().reshape(-1) for host in staged]
+        after.wait()
+        self._check(len(pages), tokens)
+        parts = [self._valid(page, i, tokens) for i, page in enumerate(pages)]
+        if self._stream is not None:
+            with torch.cuda.stream(self._stream):
+                parts = [_to_host(part) if part.is_cuda else part for part in parts]
+            self._stream.synchronize()
+        return [np.ascontiguousarray(part.view(torch.uint8).numpy()).reshape(-1) for part in parts]
 
-    def scatter(self, pages: Sequence[int], tokens: int, buffers: Sequence[Buffer]) -> None:
-        """Write buffers as `gather` makes them into `pages`; returns when the bytes are in place."""
-        self._check(pages, tokens)
-        if self._copies is None:
-            for i, (page, buffer) in enumerate(zip(pages, buffers, strict=True)):
-                valid = self._valid(page, i, tokens)
-                target = valid.view(torch.uint8).numpy()
+    def scatter(self, pages: Sequence[int], tokens: int, buffers: Sequence[Buffer], after: Fence) -> None:
+        """Write buffers as `gather` makes them into device `pages`; returns when the bytes are in place."""
+        after.wait()
+        self._check(len(pages), tokens)
+        valid = [self._valid((Tier.DEVICE, page), i, tokens) for i, page in enumerate(pages)]
+        if self._stream is None:
+            for part, buffer in zip(valid, buffers, strict=True):
+                target = part.view(torch.uint8).numpy()
                 np.copyto(target, buffer.reshape(target.shape))
             return
-        self._copies.wait_stream(torch.cuda.default_stream(self.pages.device))
         staging = torch.empty((2, self.page_bytes), dtype=torch.uint8, pin_memory=True)
         copied: list[torch.cuda.Event] = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(self._copies):
-            for i, (page, buffer) in enumerate(zip(pages, buffers, strict=True)):
-                valid = self._valid(page, i, tokens)
+        with torch.cuda.stream(self._stream):
+            for i, (part, buffer) in enumerate(zip(valid, buffers, strict=True)):
                 copied[i % 2].synchronize()
                 stage = staging[i % 2, : buffer.nbytes]
                 np.copyto(stage.numpy(), buffer)
-                valid.copy_(stage.view(valid.dtype).view(valid.shape), non_blocking=True)
-                copied[i % 2].record(self._copies)
-        self._copies.synchronize()
+                part.copy_(stage.view(part.dtype).view(part.shape), non_blocking=True)
+                copied[i % 2].record(self._stream)
+        self._stream.synchronize()
 
-    def _valid(self, page: int, index: int, tokens: int) -> Tensor:
+    def _tier(self, tier: Tier) -> Tensor:
+        return self.pages if tier is Tier.DEVICE else self.host_pages
+
+    def _valid(self, ref: PageRef, index: int, tokens: int) -> Tensor:
         """The filled part of the page that stands at `index` among pages holding `tokens` tokens."""
-        return self.pages[page][:, :, : min(self.page_tokens, tokens - index * self.page_tokens)]
+        tier, page = ref
+        return self._tier(tier)[page][:, :, : min(self.page_tokens, tokens - index * self.page_tokens)]
 
-    def _check(self, pages: Sequence[int], tokens: int) -> None:
-        assert (len(pages) - 1) * self.page_tokens < tokens <= len(pages) * self.page_tokens, (len(pages), tokens)
+    def _check(self, pages: int, tokens: int) -> None:
+        assert (pages - 1) * self.page_tokens < tokens <= pages * self.page_tokens, (pages, tokens)
+
+
+def _rows(pages: Tensor) -> Buffer:
+    """Page-major bytes `[pages, page_bytes]`."""
+    return pages.view(torch.uint8).numpy().reshape(pages.shape[0], -1)
+
+
+def _to_host(part: Tensor) -> Tensor:
+    """Pinned bytes that are there once the stream is synchronised."""
+    host = torch.empty(part.shape, dtype=part.dtype, pin_memory=True)
+    return host.copy_(part.contiguous(), non_blocking=True)
+
+
+def _runs(sources: Sequence[int], targets: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """(first source, first target, count) of pages that follow each other on both sides."""
+    start = 0
+    for i in range(1, len(sources) + 1):
+        if i == len(sources) or (sources[i], targets[i]) != (sources[i - 1] + 1, targets[i - 1] + 1):
+            yield sources[start], targets[start], i - start
+            start = i

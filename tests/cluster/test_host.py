@@ -79,7 +79,7 @@ class Driver:
     @property
     def unused_pages(self) -> int:
         """Free, or of no use but to be found in the tree, as of the last snapshot."""
-        counts = self.host.stats.engine.pages
+        counts = self.host.stats.engine.device
         assert counts.free + counts.tree + counts.private + counts.reserved == counts.total
         return counts.free + counts.tree
 

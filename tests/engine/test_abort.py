@@ -47,7 +47,7 @@ def assert_exact_partial_then_exact_end(service: LocalService, truth: Trajectory
     assert tokens is None or count == tokens
     assert (partial.output_ids, partial.logprobs) == (truth.output_ids[:count], truth.logprobs[:count])
     assert sum(run.tokens for run in partial.versions) == count
-    assert service.free_pages() == [w.engine.stats.pages.total for w in service.workers.values()]
+    assert service.free_pages() == [w.engine.stats.device.total for w in service.workers.values()]
     service.resume(trajectory.trajectory_id)
     (ended,) = service.run(1).values()
     assert (ended.output_ids, ended.logprobs) == (truth.output_ids, truth.logprobs)
@@ -147,7 +147,7 @@ def test_abort_during_the_restore(path: Path, truth: Trajectory) -> None:
     service.resume("p/0")
     service.step()
     assert service.phase("p/0") is Phase.RESTORING
-    assert sum(w.engine.stats.pages.reserved for w in service.workers.values()) > 0
+    assert sum(w.engine.stats.device.reserved for w in service.workers.values()) > 0
     service.abort("p/0")
     service.step()
     assert service.phase("p/0") is Phase.RESTORING  # the copy goes on; its pages are not given away
@@ -191,7 +191,7 @@ def test_finish_and_abort_in_the_same_step(path: Path, truth: Trajectory, abort_
     assert ended.finish_reason is (FinishReason.ABORT if abort_first else FinishReason.LENGTH)
     assert ended.output_ids == truth.output_ids[: last if abort_first else last + 1]
     assert service.take(5) == []
-    assert service.free_pages() == [w.engine.stats.pages.total for w in service.workers.values()]
+    assert service.free_pages() == [w.engine.stats.device.total for w in service.workers.values()]
     service.close()
 
 

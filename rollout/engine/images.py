@@ -1,0 +1,207 @@
+"""What sequences left on this worker when they stopped, by sequence, and what the controller has done with it.
+
+    Parked → release | keep (device, host) → recalled → release | keep …
+
+A parked or recalled image is pinned, so that it can be exported; a kept one is where it was told to be. What
+is under way (a move, copies of pages that are to be freed) is finished first: `poll` tells what came of it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rollout.control.messages import Freed, Moved, Parked, Recalled, WorkerEvent
+from rollout.engine.sequence import Sequence
+from rollout.kv import kept
+from rollout.kv.cache import KVCache
+from rollout.kv.keys import PageKey, page_keys
+from rollout.kv.tiers import PageRef, Tier
+from rollout.types import Keep, SequenceKey, TrajectoryId
+
+
+@dataclass(slots=True, kw_only=True)
+class _Left:
+    image: kept.Kept
+    parked: Parked
+    prompt_tokens: int
+    releasing: bool = False
+    moving: bool = False
+    wanted: Keep | None = None
+    """Where it is to go once it has moved."""
+
+
+class Images:
+    """One thread's: the engine's."""
+
+    def __init__(self, cache: KVCache, root: PageKey, *, deterministic: bool, tail_hold_s: float) -> None:
+        self._cache = cache
+        self._root = root
+        self._deterministic = deterministic
+        self._tail_hold_s = tail_hold_s
+        self._left: dict[SequenceKey, _Left] = {}
+        self._latest: dict[TrajectoryId, SequenceKey] = {}
+        """Of each trajectory, what it left last."""
+
+    def __len__(self) -> int:
+        return len(self._left)
+
+    @property
+    def busy(self) -> bool:
+        """Whether `poll` is to be called when copies are complete."""
+        return any(left.releasing or left.moving for left in self._left.values())
+
+    @property
+    def pinned(self) -> int:
+        """Images whose pages may be exported just now, so that nothing can evict them."""
+        return sum(left.image.pinned for left in self._left.values())
+
+    def park(self, sequence: Sequence) -> Parked:
+        """The sequence's holding becomes a pinned image; so does, if it never had pages, what it left here before."""
+        page_tokens = self._cache.page_tokens
+        if sequence.holding is None and self.of(sequence.trajectory_id) is not None:
+            return self._park_again(sequence, self._left[self._latest[sequence.trajectory_id]])
+        tokens = sequence.computed if sequence.holding is not None else 0
+        key = sequence.key_of(tokens // page_tokens * page_tokens)
+        if sequence.holding is not None:
+            image = self._cache.park(sequence.holding, key, tokens)
+            sequence.holding = None
+        else:
+            image = self._cache.park_nothing(sequence.trajectory_id, sequence.weights_id)
+        parked = Parked(
+            trajectory_id=sequence.trajectory_id,
+            epoch=sequence.epoch,
+            kv_tokens=image.tokens,
+            prompt_pages=min(image.tokens, sequence.prompt_tokens) // page_tokens,
+            page_keys=page_keys(
+                self._root,
+                sequence.tokens,
+                pages=image.tokens // page_tokens,
+                page_tokens=page_tokens,
+                weights_id=sequence.weights_id,
+                prefilled=sequence.prompt_tokens if self._deterministic else None,
+            ),
+        )
+        self._left[sequence.key] = _Left(image=image, parked=parked, prompt_tokens=sequence.prompt_tokens)
+        self._latest[sequence.trajectory_id] = sequence.key
+        return parked
+
+    def _park_again(self, sequence: Sequence, left: _Left) -> Parked:
+        before = (left.parked.trajectory_id, left.parked.epoch)
+        self._cache.kept.pin(left.image)
+        tokens = left.image.tokens
+        left.parked = Parked(
+            trajectory_id=sequence.trajectory_id,
+            epoch=sequence.epoch,
+            kv_tokens=tokens,
+            prompt_pages=min(tokens, left.prompt_tokens) // self._cache.page_tokens,
+            page_keys=left.parked.page_keys[: tokens // self._cache.page_tokens],
+        )
+        del self._left[before]
+        self._left[sequence.key] = left
+        self._latest[sequence.trajectory_id] = sequence.key
+        return left.parked
+
+    def sources(self, key: SequenceKey) -> tuple[PageRef, ...]:
+        """Pages of a parked or recalled image, in order; nobody writes to them until the next command for it."""
+        return self._cache.kept.sources(self._left[key].image)
+
+    def of(self, trajectory: TrajectoryId) -> kept.Kept | None:
+        """What a trajectory left here last, if it was kept and nothing is under way with it."""
+        left = self._left.get(self._latest.get(trajectory, (trajectory, -1)))
+        if left is None or left.image.pinned or left.moving or left.releasing:
+            return None
+        return left.image
+
+    def resumed(self, trajectory: TrajectoryId) -> None:
+        """What the trajectory left here last is over: it goes on with it, or without."""
+        key = self._latest.get(trajectory)
+        if key is not None and self.of(trajectory) is not None:
+            self._cache.kept.forget(self._left[key].image)
+            self._remove(key)
+
+    def adopted(self, trajectory: TrajectoryId) -> None:
+        """The cache made it part of a holding."""
+        self._remove(self._latest[trajectory])
+
+    def keep(self, key: SequenceKey, where: Keep, now: float) -> list[WorkerEvent]:
+        """Leave a parked or recalled image on the device, or move it to the host, or back."""
+        left = self._left.get(key)
+        if left is None or left.releasing:
+            error = "it is not on this worker any more"
+            return [Moved(trajectory_id=key[0], epoch=key[1], where=Keep.DEVICE, kv_tokens=0, error=error)]
+        if left.moving:
+            return []
+        tier = Tier.HOST if where is Keep.HOST else Tier.DEVICE
+        expires_at = now + self._tail_hold_s
+        image = left.image
+        if image.tier is tier:
+            self._cache.kept.unpin(image, expires_at=expires_at)
+            return [self._kept(left, None)]
+        if not self._cache.kept.move(image, tier):
+            self._cache.kept.unpin(image, expires_at=expires_at)
+            return [self._kept(left, f"no room on the {tier} for {image.tokens} tokens")]
+        left.moving = True
+        return []
+
+    def recall(self, key: SequenceKey) -> list[WorkerEvent]:
+        """Pin what is left of an image, to be exported; an image that is no longer here has no tokens left."""
+        left = self._left.get(key)
+        if left is None:
+            return [Recalled(trajectory_id=key[0], epoch=key[1], kv_tokens=0, prompt_pages=0, page_keys=())]
+        if left.releasing or left.moving:
+            return []
+        self._cache.kept.pin(left.image)
+        tokens, page_tokens = left.image.tokens, self._cache.page_tokens
+        return [
+            Recalled(
+                trajectory_id=key[0],
+                epoch=key[1],
+                kv_tokens=tokens,
+                prompt_pages=min(tokens, left.prompt_tokens) // page_tokens,
+                page_keys=left.parked.page_keys[: tokens // page_tokens],
+            )
+        ]
+
+    def release(self, key: SequenceKey) -> list[WorkerEvent]:
+        """Free all that only this trajectory used, now or when copies of it are complete."""
+        left = self._left.get(key)
+        if left is None:
+            return []
+        left.releasing = True
+        freed = self._cache.kept.drop(left.image)
+        if freed is None:
+            return []
+        self._remove(key)
+        return [_freed(key, freed)]
+
+    def poll(self, now: float) -> list[WorkerEvent]:
+        """Finish what waited for copies; free the tails that were held long enough."""
+        events: list[WorkerEvent] = []
+        self._cache.kept.expire(now)
+        moved = dict(self._cache.kept.take_moved(expires_at=now + self._tail_hold_s))
+        for key, left in list(self._left.items()) if moved or self.busy else ():
+            if (freed := moved.get(left.image)) is not None:
+                left.moving = False
+                error = "a copy failed" if left.image.failed else None
+                events.append(self._kept(left, error))
+                if left.image.tier is Tier.HOST and not left.image.failed:
+                    events.append(_freed(key, freed))
+            if left.releasing:
+                events += self.release(key)
+        return events
+
+    def _kept(self, left: _Left, error: str | None) -> Moved:
+        where = Keep.HOST if left.image.tier is Tier.HOST else Keep.DEVICE
+        key = (left.parked.trajectory_id, left.parked.epoch)
+        return Moved(trajectory_id=key[0], epoch=key[1], where=where, kv_tokens=left.image.tokens, error=error)
+
+    def _remove(self, key: SequenceKey) -> None:
+        del self._left[key]
+        if self._latest.get(key[0]) == key:
+            del self._latest[key[0]]
+
+    def keys(self) -> Iterator[SequenceKey]:
+        return iter(self._left)
+
+
+def _freed(key: SequenceKey, freed: kept.FreedPages) -> Freed:
+    return Freed(trajectory_id=key[0], epoch=key[1], exclusive_pages=freed.exclusive, freed_pages=freed.freed)
