@@ -47,15 +47,17 @@ def check_store(pool: PoolConfig, described: Sequence[WorkerDescription]) -> Non
     """Ray never says that its store is full, it spills: so what may be in it must fit, by arithmetic.
 
     Beside the pool that is what the driver reserves, what each worker of a node touches to warm up, and, where
-    images come from other nodes, the copy that each of them reads.
+    images come from other nodes, one copy of the longest, whatever the number of readers: the pool of the readers'
+    node charges what they have open to its budget, but for that one, without which a full pool could read nothing
+    from elsewhere. Copies that nobody reads any more need no room: Ray evicts them before it spills.
     """
     workers = Counter(worker.node for worker in described)
-    image_bytes = described[0].max_context * described[0].token_bytes if len(workers) > 1 else 0
+    copy_room = described[0].max_context * described[0].token_bytes if len(workers) > 1 else 0
     budget = int(pool.budget_bytes)
     for node in ray.nodes():
         store = int(node["Resources"].get("object_store_memory", 0.0))
-        each = int(pool.warm_bytes) + image_bytes
-        rest = int(pool.reserve_bytes) + workers[node["NodeID"]] * each + STORE_SLACK_BYTES
+        warmed = workers[node["NodeID"]] * int(pool.warm_bytes)
+        rest = int(pool.reserve_bytes) + warmed + copy_room + STORE_SLACK_BYTES
         most = max(0, int(STORE_SHARE * store) - rest)
         if node["NodeID"] in workers and budget > most:
             raise ConfigError(

@@ -1,16 +1,18 @@
 """The pool actor of one node: owns KV segments in Ray's object store, for as long as a trajectory needs them.
 
 It calls the workers' export task, so it owns what they return and the bytes outlive their process. It
-awaits manifests only and never looks at data. One event loop, no locks but one per prompt that is
-being stored, so that a group's prompt is sent once.
+awaits manifests only and never looks at data. An export is charged as a whole, once it is known what the
+pool lacks of it. One event loop, no locks but one per prompt that is being stored, so that a group's prompt
+is sent once.
 """
 
 import asyncio
 import contextlib
 import time
 import uuid
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -18,28 +20,44 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from rollout.cluster.calls import one_line
 from rollout.cluster.description import NAMESPACE, WorkerDescription, pool_name
+from rollout.cluster.spilling import SpillWatch, find_spill_parent
+from rollout.cluster.warmth import Warmth
 from rollout.config import Config, PoolConfig
-from rollout.control.messages import Export
-from rollout.errors import KVError, SegmentDamagedError
+from rollout.control.messages import Displaced, Export, Exported, ExportFailed
+from rollout.errors import KVError, PoolFullError, SegmentDamagedError, SupersededError
 from rollout.kv.image import Manifest
 from rollout.kv.keys import Fingerprint, PageKey
-from rollout.kv.ledger import Place, PoolLedger
+from rollout.kv.ledger import DropReason, Place, PoolLedger
 from rollout.metrics import PoolStats
-from rollout.types import Image, NodeId, SegmentId, SegmentRun, TrajectoryId
+from rollout.types import Image, NodeId, SegmentId, SegmentRun, TrajectoryId, Turn
+
+LOOK_S = 2.0
+"""Spilling is not looked for more often."""
+COPY_WAIT_S = 0.5
+"""Who waits for room looks again after this, since readers that died say nothing."""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class _Job:
     """An export under way."""
 
     worker: Any
     incarnation: str
     order: Export
-    runs: list[SegmentRun]
+    claim: int
+    """Of the ledger: what the export holds until its trajectory does."""
+    turn: Turn
+    runs: list[SegmentRun] = field(default_factory=list)
     """The image so far."""
     sent: int = 0
     shared: int = 0
+    warm: bool = True
+    displaced: list[Displaced] = field(default_factory=list)
+    late: Any = None
+    """The manifest of a task that nobody waits for any more, and that may still write."""
+    late_nbytes: int = 0
 
     @property
     def pages(self) -> int:
@@ -50,84 +68,175 @@ class Pool:
     """Segments by id, with the ledger that accounts for them."""
 
     def __init__(
-        self, node: NodeId, config: PoolConfig, page_tokens: int, token_bytes: int, fingerprint: Fingerprint
+        self,
+        node: NodeId,
+        config: PoolConfig,
+        page_tokens: int,
+        token_bytes: int,
+        fingerprint: Fingerprint,
+        copy_room: int = 0,
     ) -> None:
+        """`copy_room` is what readers on this node may copy from other nodes beside the budget, in bytes."""
         self._node = node
         self._timeout_s = config.export_timeout_s
+        self._warm_bytes = int(config.warm_bytes)
         self._page_tokens = page_tokens
         self._token_bytes = token_bytes
         self._fingerprint = fingerprint
         self._object_pages = max(1, int(config.max_object_bytes) // (page_tokens * token_bytes))
         self._name = uuid.uuid4().hex[:8]
         """Of this process: the names that it gives are never given again after a restart."""
-        self._ledger = PoolLedger(int(config.budget_bytes), first_lease=time.time_ns())
+        self._ledger = PoolLedger(int(config.budget_bytes), copy_room=copy_room, first_lease=time.time_ns())
         self._segments: dict[SegmentId, tuple[Manifest, Any]] = {}
         """Manifest and reference of every live or still read segment."""
         self._prompt_locks: WeakValueDictionary[PageKey, asyncio.Lock] = WeakValueDictionary()
-        self._refunds: set[asyncio.Task[None]] = set()
+        self._spills = SpillWatch(node, find_spill_parent())
+        self._spilled = self._spills.look()
+        self._looked = time.monotonic()
+        self._warmth = Warmth()
+        self._written_by: dict[SegmentId, str] = {}
+        """The incarnation of the worker that sent each segment."""
+        self._jobs: set[_Job] = set()
+        self._late: set[asyncio.Task[None]] = set()
+        self._credited = asyncio.Event()
         self._named = 0
-        self._exports = 0
-        self._sent = 0
-        self._shared = 0
+        self._counts: Counter[str] = Counter()
+        """Fields of `PoolStats`."""
 
-    async def export(self, worker: Any, incarnation: str, order: Export) -> tuple[Image, int]:
-        """Store what is missing of a parked sequence's KV; returns its image and the bytes sent for it.
+    async def export(self, worker: Any, incarnation: str, order: Export) -> Exported | ExportFailed:
+        """Store what is missing of a parked sequence's KV.
 
-        Raises `PoolFullError`, `SegmentMissingError` (the worker has it no more), `TimeoutError`, or Ray's
-        error if the worker is lost; the pool then holds for the trajectory what it held before.
+        If that fails, the pool holds for the trajectory what it held before; others may have been displaced.
         """
         self._expire()
-        held = self._ledger.held_by(order.trajectory_id)
-        job = _Job(worker=worker, incarnation=incarnation, order=order, runs=self._usable(order.base))
+        claim = self._ledger.open_claim(order.trajectory_id)
+        job = _Job(worker=worker, incarnation=incarnation, order=order, claim=claim, turn=order.turn)
+        self._jobs.add(job)
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._export(job)
-        except BaseException:
-            self._let_go(self._ledger.retain(order.trajectory_id, held))
-            raise
-        self._exports += 1
-        self._sent += job.sent
-        self._shared += job.shared
-        return Image(runs=tuple(job.runs), kv_tokens=order.kv_tokens), job.sent
+            self._complete(job)
+        except (KVError, RayError, TimeoutError) as error:
+            late = isinstance(error, TimeoutError)
+            text = f"the worker did not answer within {self._timeout_s:g} s" if late else one_line(error)
+            return ExportFailed(
+                trajectory_id=order.trajectory_id, epoch=order.epoch, error=text, displaced=tuple(job.displaced)
+            )
+        finally:
+            self._jobs.discard(job)
+            self._ledger.end_claim(claim, still_written=job.late_nbytes)
+            if job.late is not None:
+                self._late.add(task := asyncio.create_task(self._outlast(job)))
+                task.add_done_callback(self._late.discard)
+            self._let_go()
+        return Exported(
+            trajectory_id=order.trajectory_id,
+            epoch=order.epoch,
+            image=Image(runs=tuple(job.runs), kv_tokens=order.kv_tokens),
+            sent_bytes=job.sent,
+            displaced=tuple(job.displaced),
+        )
+
+    async def expect(self, trajectory: TrajectoryId, turn: Turn) -> None:
+        """This is when the trajectory's image, or the one that is being exported, will be needed."""
+        self._ledger.expect(trajectory, turn)
+        for job in self._jobs:
+            if job.order.trajectory_id == trajectory:
+                job.turn = turn
 
     async def retain(self, trajectory: TrajectoryId, segments: frozenset[SegmentId]) -> None:
         """From now on the trajectory needs exactly these."""
-        self._let_go(self._ledger.retain(trajectory, segments))
+        self._ledger.retain(trajectory, segments)
+        self._let_go()
 
     async def drop(self, segment: SegmentId) -> None:
         """Forget a segment, whoever needs it: they will recompute."""
-        self._let_go(self._ledger.drop(segment))
+        self._ledger.drop(segment)
+        self._let_go()
 
-    async def lease(self, segments: Sequence[SegmentId], ttl_s: float) -> tuple[int, list[tuple[Manifest, Any]]]:
+    async def lease(
+        self, segments: Sequence[SegmentId], ttl_s: float, reader: NodeId
+    ) -> tuple[int, list[tuple[Manifest, Any]]]:
         """Manifests and references of `segments`, readable for `ttl_s` seconds or until `close_lease`.
 
-        Raises `SegmentMissingError` if one is not stored.
+        `reader` is the node that they are read on. Raises `SegmentMissingError` if one is not stored.
         """
         self._expire()
         lease = self._ledger.lease(segments, time.monotonic() + ttl_s)
+        direction = "read_here" if reader == self._node else "read_elsewhere"
+        self._counts[direction] += self._ledger.nbytes(segments)
         return lease, [self._segments[segment] for segment in segments]
 
+    async def lease_copy(self, nbytes: int, ttl_s: float) -> int:
+        """Room on this node for a copy of what another node's pool holds, for `ttl_s` seconds or until `close_lease`.
+
+        Waits for copies that are there now to end. Raises `PoolFullError` if that does not make room.
+        """
+        deadline = time.monotonic() + ttl_s
+        while True:
+            self._expire()
+            try:
+                return self._ledger.lease_copy(nbytes, deadline)
+            except PoolFullError:
+                if not self._ledger.copied or time.monotonic() >= deadline:
+                    raise
+            self._credited.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(COPY_WAIT_S, deadline - time.monotonic())):
+                    await self._credited.wait()
+
     async def close_lease(self, lease: int) -> None:
-        self._let_go(self._ledger.close_lease(lease))
+        self._ledger.close_lease(lease)
+        self._let_go()
+
+    async def warmed(self, incarnation: str) -> None:
+        """This process of a worker has touched the shared memory that it is to touch at start."""
+        self._warmth.touched(incarnation, self._warm_bytes)
+
+    async def spilled(self) -> int | None:
+        """Bytes that Ray has moved from this node's store to disk, as far as seen; None if that is not known."""
+        if time.monotonic() >= self._looked + LOOK_S:
+            self._spilled = self._spills.look()
+            self._looked = time.monotonic()
+        return self._spilled
 
     async def stats(self) -> PoolStats:
         self._expire()
+        ledger = self._ledger
         return PoolStats(
             node=self._node,
-            budget=self._ledger.budget,
-            stored=self._ledger.stored,
-            reserved=self._ledger.reserved,
-            still_read=self._ledger.still_read,
-            segments=self._ledger.segments,
-            exports=self._exports,
-            sent=self._sent,
-            shared=self._shared,
-            refused=self._ledger.refused,
+            budget=ledger.budget,
+            stored=ledger.stored,
+            reserved=ledger.reserved,
+            still_read=ledger.still_read,
+            copied=ledger.copied,
+            segments=ledger.segments,
+            images=ledger.images,
+            refused=ledger.refused,
+            refused_copies=ledger.refused_copies,
+            displaced_images=ledger.displaced,
+            dropped={str(reason): ledger.dropped[reason] for reason in DropReason},
+            spilled=await self.spilled(),
+            **self._counts,
         )
 
-    async def _export(self, job: "_Job") -> None:
+    async def audit(self) -> str | None:
+        """What is wrong with the books, all of it counted anew; None if nothing is."""
+        self._expire()
+        try:
+            self._ledger.audit()
+            known = self._ledger.known
+            assert set(self._segments) == known, f"objects and books differ: {set(self._segments) ^ known}"
+            assert set(self._written_by) == known, f"writers and books differ: {set(self._written_by) ^ known}"
+        except AssertionError as violation:
+            return f"pool of node {self._node}: {violation}"
+        return None
+
+    async def _export(self, job: _Job) -> None:
         """Complete the runs of `job`: what others stored, then what the worker sends, prompt and private apart."""
         order = job.order
+        job.runs = self._usable(order.base)
+        self._ledger.hold(job.claim, {run.segment for run in job.runs if run.node == self._node})
         if order.prompt_pages > job.pages:
             prompt = PageKey(order.page_keys[order.prompt_pages - 1])
             async with self._prompt_locks.setdefault(prompt, asyncio.Lock()):
@@ -135,6 +244,16 @@ class Pool:
                 await self._send(job, order.prompt_pages)
         self._find(job)
         await self._send(job, -(-order.kv_tokens // self._page_tokens))
+
+    def _complete(self, job: _Job) -> None:
+        order = job.order
+        if self._ledger.superseded(job.claim, order.epoch):
+            raise SupersededError(f"{order.trajectory_id}: a later export than that of epoch {order.epoch} is stored")
+        # The pool gives images up by what recomputing them costs: the tokens of the whole image.
+        self._ledger.complete(job.claim, epoch=order.epoch, turn=job.turn, kv_tokens=order.kv_tokens)
+        self._counts.update(exports=1, sent=job.sent, shared=job.shared)
+        if job.sent:
+            self._counts["warm_exports" if job.warm else "cold_exports"] += 1
 
     def _usable(self, base: Image | None) -> list[SegmentRun]:
         """The whole pages of an earlier image, up to the first segment that is gone."""
@@ -148,55 +267,68 @@ class Pool:
             left -= pages
         return runs
 
-    def _find(self, job: "_Job") -> None:
+    def _find(self, job: _Job) -> None:
         """Continue the runs with pages that are stored already."""
         places = self._ledger.find([PageKey(key) for key in job.order.page_keys[job.pages :]])
-        self._ledger.hold(job.order.trajectory_id, {place.segment for place in places})
+        self._ledger.hold(job.claim, {place.segment for place in places})
         job.shared += len(places) * self._page_tokens * self._token_bytes
         job.runs += _as_runs(self._node, places)
 
-    async def _send(self, job: "_Job", end: int) -> None:
+    def _reserve(self, job: _Job) -> None:
+        """Charge all that the pool still lacks of the image."""
+        lacking = (job.order.kv_tokens - job.pages * self._page_tokens) * self._token_bytes
+        displaced = self._ledger.reserve(job.claim, lacking, job.turn)
+        job.displaced += [Displaced(trajectory_id=t, segments=segments) for t, segments in displaced.items()]
+        self._let_go()
+
+    async def _send(self, job: _Job, end: int) -> None:
         """Continue the runs up to page `end` with segments that the worker sends."""
         order = job.order
+        if job.pages < end:
+            self._reserve(job)
         while (first := job.pages) < end:
             stop = min(end, first + self._object_pages)
             tokens = min(stop * self._page_tokens, order.kv_tokens) - first * self._page_tokens
             nbytes = tokens * self._token_bytes
-            self._ledger.charge(nbytes)
             key = (order.trajectory_id, order.epoch)
+            job.warm &= self._warmth.born(job.incarnation, nbytes)
             manifest_ref, data_ref = job.worker.export.remote(job.incarnation, key, first, stop)
             try:
                 manifest: Manifest = await manifest_ref
                 if manifest.nbytes != nbytes or manifest.fingerprint != self._fingerprint:
                     raise SegmentDamagedError(f"{key}: {manifest.nbytes} bytes were sent, {nbytes} expected")
-            except asyncio.CancelledError:
-                self._refunds.add(refund := asyncio.create_task(self._refund(manifest_ref, nbytes)))
-                refund.add_done_callback(self._refunds.discard)
-                raise
-            except BaseException:
-                self._ledger.refund(nbytes)
+            except BaseException as error:
+                self._warmth.died(job.incarnation, nbytes)
+                if isinstance(error, asyncio.CancelledError):
+                    job.late, job.late_nbytes = manifest_ref, nbytes
                 raise
             self._named += 1
             segment = SegmentId(f"{self._name}-{self._named}")
             self._segments[segment] = (manifest, data_ref)
+            self._written_by[segment] = job.incarnation
             names = [PageKey(page) for page in order.page_keys[first:stop]]
-            self._ledger.commit(segment, nbytes, names, order.trajectory_id)
+            self._ledger.commit(job.claim, segment, nbytes, names)
             job.sent += nbytes
             job.runs.append(SegmentRun(node=self._node, segment=segment, first=0, pages=stop - first))
 
-    async def _refund(self, manifest_ref: Any, nbytes: int) -> None:
+    async def _outlast(self, job: _Job) -> None:
         """Credit an export that nobody waits for any more, once it cannot write any more."""
         with contextlib.suppress(RayError, KVError):
-            await manifest_ref
-        self._ledger.refund(nbytes)
+            await job.late
+        self._ledger.end_claim(job.claim)
+        self._let_go()
 
     def _expire(self) -> None:
         """Credit what readers that died, or took too long, had open."""
-        self._let_go(self._ledger.expire(time.monotonic()))
+        self._ledger.expire(time.monotonic())
+        self._let_go()
 
-    def _let_go(self, segments: Sequence[SegmentId]) -> None:
-        for segment in segments:
-            del self._segments[segment]
+    def _let_go(self) -> None:
+        """Drop the references that the ledger needs no more; who waits for room may look again."""
+        for segment in self._ledger.take_gone():
+            manifest, _ = self._segments.pop(segment)
+            self._warmth.died(self._written_by.pop(segment), manifest.nbytes)
+        self._credited.set()
 
 
 def start_pool(config: Config, worker: WorkerDescription) -> Any:
@@ -210,7 +342,14 @@ def start_pool(config: Config, worker: WorkerDescription) -> Any:
             max_restarts=-1,
             scheduling_strategy=NodeAffinitySchedulingStrategy(worker.node, soft=False),
         )
-        .remote(worker.node, config.pool, worker.page_tokens, worker.token_bytes, worker.fingerprint)
+        .remote(
+            worker.node,
+            config.pool,
+            worker.page_tokens,
+            worker.token_bytes,
+            worker.fingerprint,
+            worker.max_context * worker.token_bytes,
+        )
     )
 
 

@@ -1,12 +1,14 @@
 """Reads segments from the pools, for a worker's copy thread.
 
-The pool leases the segments and hands out their references, nested in lists; the bytes are then views of
-shared memory. Every wait ends at the restore deadline.
+The pools lease the segments and hand out their references, nested in lists; the bytes are then views of
+shared memory. Ray copies what is on another node into this node's store, so this node's pool makes room for
+that first. All is asked for before anything is waited for; every wait ends at the restore deadline.
 """
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,48 +16,95 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 
 from rollout.cluster.description import NAMESPACE, pool_name
-from rollout.errors import DeadlineError, KVError, SegmentDamagedError, SegmentMissingError
-from rollout.kv.image import Buffer
+from rollout.errors import DeadlineError, KVError, PoolFullError, SegmentDamagedError, SegmentMissingError
+from rollout.kv.image import Buffer, Manifest
 from rollout.kv.restore import Segment
 from rollout.types import NodeId, SegmentId, SegmentRun
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Leased:
+    """A segment that its pool keeps for us."""
+
+    node: NodeId
+    manifest: Manifest
+    ref: Any
 
 
 class PoolReader:
     """An `ImageReader` on the pool actors of a service."""
 
-    def __init__(self, service: str) -> None:
+    def __init__(self, service: str, node: NodeId) -> None:
+        """`node` is where it reads."""
         self._service = service
+        self._node = node
 
     @contextlib.contextmanager
     def open(self, runs: Sequence[SegmentRun], deadline: float) -> Iterator[Sequence[Segment]]:
         wanted: dict[NodeId, list[SegmentId]] = {}
         for run in runs:
             wanted.setdefault(run.node, []).append(run.segment)
-        segments: dict[SegmentId, Segment] = {}
         with contextlib.ExitStack() as leases:
-            for node, ids in wanted.items():
-                segments |= self._lease(node, list(dict.fromkeys(ids)), deadline, leases)
+            leased = self._lease({node: list(dict.fromkeys(ids)) for node, ids in wanted.items()}, deadline, leases)
+            self._make_room(leased, deadline, leases)
+            if leased:
+                ray.wait([one.ref for one in leased.values()], num_returns=len(leased), timeout=_left(deadline))
+            segments = {
+                segment: Segment(manifest=one.manifest, buffers=_read(one.ref, one.node, segment, deadline))
+                for segment, one in leased.items()
+            }
             yield [segments[run.segment] for run in runs]
 
     def _lease(
-        self, node: NodeId, ids: list[SegmentId], deadline: float, leases: contextlib.ExitStack
-    ) -> dict[SegmentId, Segment]:
+        self, wanted: Mapping[NodeId, list[SegmentId]], deadline: float, leases: contextlib.ExitStack
+    ) -> dict[SegmentId, _Leased]:
+        asked = [
+            (node, pool, pool.lease.remote(ids, _left(deadline), self._node))
+            for node, ids in wanted.items()
+            for pool in [self._pool(node)]
+        ]
+        leased: dict[SegmentId, _Leased] = {}
+        for node, pool, answer in asked:
+            ids = wanted[node]
+            with _pool_errors(node, f"segments {ids} are not all there"):
+                lease, found = ray.get(answer, timeout=_left(deadline))
+            leases.callback(pool.close_lease.remote, lease)
+            leased |= {
+                segment: _Leased(node=node, manifest=manifest, ref=ref)
+                for segment, (manifest, ref) in zip(ids, found, strict=True)
+            }
+        return leased
+
+    def _make_room(self, leased: Mapping[SegmentId, _Leased], deadline: float, leases: contextlib.ExitStack) -> None:
+        """Have this node's pool account for the copies that Ray will make here, until they are read."""
+        nbytes = sum(one.manifest.nbytes for one in leased.values() if one.node != self._node)
+        if not nbytes:
+            return
+        pool = self._pool(self._node)
+        with _pool_errors(self._node, "no room for a copy"):
+            lease = ray.get(pool.lease_copy.remote(nbytes, _left(deadline)), timeout=_left(deadline))
+        leases.callback(pool.close_lease.remote, lease)
+
+    def _pool(self, node: NodeId) -> Any:
         try:
-            pool = ray.get_actor(pool_name(self._service, node), namespace=NAMESPACE)
-            lease, leased = ray.get(pool.lease.remote(ids, _left(deadline)), timeout=_left(deadline))
+            return ray.get_actor(pool_name(self._service, node), namespace=NAMESPACE)
         except ValueError:
             raise SegmentMissingError(f"node {node} has no pool any more") from None
-        except GetTimeoutError:
-            raise DeadlineError(f"the pool of node {node} did not answer in time") from None
-        except KVError:
-            raise SegmentMissingError(f"segments {ids}: not all are in the pool of node {node}") from None
-        except RayError as error:
-            raise SegmentMissingError(f"the pool of node {node}: {type(error).__name__}") from error
-        leases.callback(pool.close_lease.remote, lease)
-        return {
-            segment: Segment(manifest=manifest, buffers=_read(ref, node, segment, deadline))
-            for segment, (manifest, ref) in zip(ids, leased, strict=True)
-        }
+
+
+@contextlib.contextmanager
+def _pool_errors(node: NodeId, refusal: str) -> Iterator[None]:
+    """What a pool answers, or that it does not, as an error of ours."""
+    try:
+        yield
+    except GetTimeoutError:
+        raise DeadlineError(f"the pool of node {node} did not answer in time") from None
+    except PoolFullError as error:
+        raise PoolFullError(f"the pool of node {node}: {getattr(error, 'cause', error)}") from None
+    except KVError:
+        raise SegmentMissingError(f"the pool of node {node}: {refusal}") from None
+    except RayError as error:
+        raise SegmentMissingError(f"the pool of node {node}: {type(error).__name__}") from error
 
 
 def _read(ref: Any, node: NodeId, segment: SegmentId, deadline: float) -> list[Buffer]:

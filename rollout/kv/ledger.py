@@ -1,18 +1,39 @@
 """What the pool of one node holds and what it may still take. Bytes and ids only; no objects, no Ray.
 
-A segment lives while a trajectory holds it. Bytes are charged before an export begins and credited when
-the segment is dropped and no lease reads it: `stored + reserved + still_read <= budget`. Whole pages are
-found by name, so what one trajectory stored another need not send.
+An export holds what it finds and stores by a claim of its own; only when it is complete does the trajectory
+hold that, unless a newer epoch has stored something meanwhile. So an export that fails, or is late, takes
+nothing away. A segment lives while a trajectory or a claim holds it; one that is dropped is credited when no
+lease reads it. Copies are what readers on this node fetch from other nodes; those up to `copy_room` bytes have
+their own place beside the budget:
+
+    stored + reserved + still_read + max(0, copied - copy_room) <= budget
+
+Whole pages are found by name, so what one trajectory stored another need not send.
 """
 
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from rollout.errors import PoolFullError, SegmentMissingError
+from rollout.kv.displacement import StoredImage, choose_victims
 from rollout.kv.keys import PageKey
-from rollout.types import SegmentId, TrajectoryId
+from rollout.types import SegmentId, TrajectoryId, Turn
+
+
+class DropReason(StrEnum):
+    """Why a segment is not in the pool any more."""
+
+    RELEASED = "released"
+    """No image needs it."""
+    DISPLACED = "displaced"
+    """Its images made room for one that is needed sooner."""
+    DAMAGED = "damaged"
+    """It was of no use to a reader."""
+    ABANDONED = "abandoned"
+    """The export that stored it was not completed."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -21,7 +42,31 @@ class _Entry:
     keys: tuple[PageKey, ...]
     """Names of its whole pages, in order."""
     holders: set[TrajectoryId] = field(default_factory=set)
+    claims: set[int] = field(default_factory=set)
     leases: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class _Image:
+    epoch: int
+    """Of the newest export that was completed."""
+    turn: Turn
+    kv_tokens: int
+    segments: set[SegmentId]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Claim:
+    trajectory: TrajectoryId
+    segments: set[SegmentId] = field(default_factory=set)
+    reserved: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Lease:
+    deadline: float
+    segments: tuple[SegmentId, ...] = ()
+    copied: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,26 +78,49 @@ class Place:
 
 
 class PoolLedger:
-    """Every answer names the segments whose objects the caller must let go of now."""
+    """`take_gone` names the segments whose objects the caller must let go of."""
 
-    def __init__(self, budget: int, *, first_lease: int = 1) -> None:
+    def __init__(self, budget: int, *, copy_room: int = 0, first_lease: int = 1) -> None:
         self.budget = budget
+        self.copy_room = copy_room
         self.reserved = 0
         self.stored = 0
         self.still_read = 0
+        self.copied = 0
         self.refused = 0
+        self.refused_copies = 0
+        self.displaced = 0
+        self.dropped: Counter[DropReason] = Counter()
         self._live: dict[SegmentId, _Entry] = {}
         self._dropped: dict[SegmentId, _Entry] = {}
         """Dropped, but a lease still reads them."""
+        self._gone: list[SegmentId] = []
         self._places: dict[PageKey, dict[SegmentId, int]] = {}
         """Every live segment that has a page, and where in it; what was stored first stands first."""
-        self._held: dict[TrajectoryId, set[SegmentId]] = {}
-        self._leases: dict[int, tuple[float, tuple[SegmentId, ...]]] = {}
+        self._images: dict[TrajectoryId, _Image] = {}
+        self._claims: dict[int, _Claim] = {}
+        self._claim_ids = itertools.count(1)
+        self._leases: dict[int, _Lease] = {}
         self._lease_ids = itertools.count(first_lease)
 
     @property
     def segments(self) -> int:
         return len(self._live)
+
+    @property
+    def known(self) -> set[SegmentId]:
+        """Segments that are live or still read."""
+        return {*self._live, *self._dropped}
+
+    @property
+    def images(self) -> int:
+        return len(self._images)
+
+    @property
+    def free(self) -> int:
+        """Bytes that may be charged without displacing anything."""
+        copies = max(0, self.copied - self.copy_room)
+        return self.budget - self.stored - self.reserved - self.still_read - copies
 
     def find(self, keys: Sequence[PageKey]) -> list[Place]:
         """The places of the longest prefix of `keys` that is stored."""
@@ -68,75 +136,139 @@ class PoolLedger:
     def holds(self, segment: SegmentId) -> bool:
         return segment in self._live
 
+    def nbytes(self, segments: Iterable[SegmentId]) -> int:
+        """Of live segments."""
+        return sum(self._live[segment].nbytes for segment in segments)
+
     def held_by(self, trajectory: TrajectoryId) -> frozenset[SegmentId]:
-        return frozenset(self._held.get(trajectory, ()))
+        image = self._images.get(trajectory)
+        return frozenset(image.segments) if image is not None else frozenset()
 
-    def charge(self, nbytes: int) -> None:
-        """Reserve room for an export.
+    def take_gone(self) -> list[SegmentId]:
+        """Segments that nobody holds or reads any more, each once."""
+        gone, self._gone = self._gone, []
+        return gone
 
-        Raises `PoolFullError` if the budget does not allow it.
+    # Exports ------------------------------------------------------------------------------------------
+
+    def open_claim(self, trajectory: TrajectoryId) -> int:
+        """An export begins. Its trajectory's image is not displaced before `end_claim`."""
+        claim = next(self._claim_ids)
+        self._claims[claim] = _Claim(trajectory=trajectory)
+        return claim
+
+    def hold(self, claim: int, segments: Iterable[SegmentId]) -> None:
+        """The export builds on these."""
+        for segment in segments:
+            self._live[segment].claims.add(claim)
+            self._claims[claim].segments.add(segment)
+
+    def reserve(self, claim: int, nbytes: int, turn: Turn) -> dict[TrajectoryId, frozenset[SegmentId]]:
+        """The export will store so many bytes more, no matter what it reserved before, for an image of `turn`.
+
+        Returns whose images were displaced for that, with what of them is gone. Raises `PoolFullError` if the
+        budget does not allow it and images that are needed later do not hold enough; nothing is changed then.
         """
-        used = self.stored + self.reserved + self.still_read
-        if used + nbytes > self.budget:
-            self.refused += 1
-            raise PoolFullError(f"{nbytes} bytes asked for, {self.budget - used} of {self.budget} are free")
-        self.reserved += nbytes
+        more = nbytes - self._claims[claim].reserved
+        victims: list[TrajectoryId] = []
+        if more > self.free:
+            victims = self._choose_victims(more - self.free, turn)
+            if not victims:
+                self.refused += 1
+                raise PoolFullError(
+                    f"{nbytes} bytes asked for, {self.free} of {self.budget} are free, "
+                    f"and what is needed later does not hold enough"
+                )
+        held = {victim: self._images.pop(victim).segments for victim in victims}
+        for victim, segments in held.items():
+            for segment in segments:
+                self._live[segment].holders.discard(victim)
+        for segment in set().union(*held.values()):
+            self._drop_unless_held(segment, DropReason.DISPLACED)
+        self.displaced += len(held)
+        self._reserve(claim, nbytes)
+        return {victim: frozenset(segments - self._live.keys()) for victim, segments in held.items()}
 
-    def refund(self, nbytes: int) -> None:
-        """The export that was charged did not happen."""
-        self.reserved -= nbytes
-
-    def commit(self, segment: SegmentId, nbytes: int, keys: Iterable[PageKey], holder: TrajectoryId) -> None:
-        """The charged export is complete: its bytes are stored, held by `holder`."""
+    def commit(self, claim: int, segment: SegmentId, nbytes: int, keys: Iterable[PageKey]) -> None:
+        """Bytes that were reserved are stored."""
         entry = _Entry(nbytes=nbytes, keys=tuple(keys))
-        self.reserved -= nbytes
+        self._reserve(claim, self._claims[claim].reserved - nbytes)
         self.stored += nbytes
         self._live[segment] = entry
         for index, key in enumerate(entry.keys):
             self._places.setdefault(key, {})[segment] = index
-        self.hold(holder, [segment])
+        self.hold(claim, [segment])
 
-    def hold(self, trajectory: TrajectoryId, segments: Iterable[SegmentId]) -> None:
-        """The trajectory needs these, besides what it holds already."""
-        held = self._held.setdefault(trajectory, set())
+    def superseded(self, claim: int, epoch: int) -> bool:
+        """Whether an export of a later epoch than this was completed and its image is still here."""
+        image = self._images.get(self._claims[claim].trajectory)
+        return image is not None and image.epoch > epoch
+
+    def complete(self, claim: int, *, epoch: int, turn: Turn, kv_tokens: int) -> None:
+        """The export is complete, and not superseded: its trajectory holds what the claim does, besides what it
+        held before."""
+        made = self._claims[claim]
+        assert not self.superseded(claim, epoch), (made.trajectory, epoch)
+        before = self._images.get(made.trajectory)
+        segments = made.segments | (before.segments if before is not None else set())
+        if segments:
+            self._images[made.trajectory] = _Image(epoch=epoch, turn=turn, kv_tokens=kv_tokens, segments=segments)
         for segment in segments:
-            self._live[segment].holders.add(trajectory)
-            held.add(segment)
+            self._live[segment].holders.add(made.trajectory)
+        self.end_claim(claim)
 
-    def retain(self, trajectory: TrajectoryId, segments: Iterable[SegmentId]) -> list[SegmentId]:
-        """From now on the trajectory holds exactly those of `segments` that are stored."""
-        wanted = {segment for segment in segments if segment in self._live}
-        released = self._held.pop(trajectory, set()) - wanted
-        if wanted:
-            self.hold(trajectory, wanted)
-        gone: list[SegmentId] = []
+    def end_claim(self, claim: int, *, still_written: int = 0) -> None:
+        """The export is over: what it stored goes if nobody else holds it. Ending twice is harmless.
+
+        `still_written` bytes stay reserved, and the claim open, until it is ended again.
+        """
+        made = self._claims.get(claim)
+        if made is None:
+            return
+        self._reserve(claim, still_written)
+        for segment in made.segments:
+            self._live[segment].claims.discard(claim)
+            self._drop_unless_held(segment, DropReason.ABANDONED)
+        made.segments = set()
+        if not still_written:
+            del self._claims[claim]
+
+    # Images -------------------------------------------------------------------------------------------
+
+    def expect(self, trajectory: TrajectoryId, turn: Turn) -> None:
+        """This is when the trajectory's image, if there is one, will be needed."""
+        if trajectory in self._images:
+            self._images[trajectory].turn = turn
+
+    def retain(self, trajectory: TrajectoryId, segments: Iterable[SegmentId]) -> None:
+        """The trajectory lets go of all that it holds but these."""
+        image = self._images.get(trajectory)
+        if image is None:
+            return
+        released = image.segments - set(segments)
+        image.segments -= released
+        if not image.segments:
+            del self._images[trajectory]
         for segment in released:
-            entry = self._live.get(segment)
-            if entry is None:
-                continue
-            entry.holders.discard(trajectory)
-            if not entry.holders:
-                gone += self.drop(segment)
-        return gone
+            self._live[segment].holders.discard(trajectory)
+            self._drop_unless_held(segment, DropReason.RELEASED)
 
-    def drop(self, segment: SegmentId) -> list[SegmentId]:
-        """Forget a segment, whoever holds it; its bytes are credited once nobody reads it."""
-        entry = self._live.pop(segment, None)
-        if entry is None:
-            return []
-        for key in entry.keys:
-            stored = self._places[key]
-            del stored[segment]
-            if not stored:
-                del self._places[key]
+    def drop(self, segment: SegmentId) -> None:
+        """Forget a segment that is of no use, whoever holds it."""
+        if segment not in self._live:
+            return
+        entry = self._live[segment]
         for holder in entry.holders:
-            self._held[holder].discard(segment)
-        self.stored -= entry.nbytes
-        if entry.leases:
-            self.still_read += entry.nbytes
-            self._dropped[segment] = entry
-            return []
-        return [segment]
+            self._images[holder].segments.discard(segment)
+            if not self._images[holder].segments:
+                del self._images[holder]
+        for claim in entry.claims:
+            self._claims[claim].segments.discard(segment)
+        entry.holders.clear()
+        entry.claims.clear()
+        self._drop_unless_held(segment, DropReason.DAMAGED)
+
+    # Readers ------------------------------------------------------------------------------------------
 
     def lease(self, segments: Sequence[SegmentId], deadline: float) -> int:
         """Keep `segments` readable until the lease is closed or `deadline` (same clock as `expire`).
@@ -148,42 +280,107 @@ class PoolLedger:
                 raise SegmentMissingError(f"segment {segment} is not in the pool")
         for segment in segments:
             self._live[segment].leases += 1
-        lease = next(self._lease_ids)
-        self._leases[lease] = (deadline, tuple(segments))
-        return lease
+        return self._open_lease(_Lease(deadline=deadline, segments=tuple(segments)))
 
-    def close_lease(self, lease: int) -> list[SegmentId]:
+    def lease_copy(self, nbytes: int, deadline: float) -> int:
+        """Room for a copy of what another node's pool holds, until the lease is closed or `deadline`.
+
+        Raises `PoolFullError` if there is none: a copy displaces nothing.
+        """
+        over = max(0, self.copied + nbytes - self.copy_room) - max(0, self.copied - self.copy_room)
+        if over > self.free:
+            self.refused_copies += 1
+            raise PoolFullError(f"a copy of {nbytes} bytes asked for, {self.free} of {self.budget} are free")
+        self.copied += nbytes
+        return self._open_lease(_Lease(deadline=deadline, copied=nbytes))
+
+    def close_lease(self, lease: int) -> None:
         """The reader is done; closing twice is harmless."""
-        _, segments = self._leases.pop(lease, (0.0, ()))
-        gone: list[SegmentId] = []
-        for segment in segments:
+        closed = self._leases.pop(lease, None)
+        if closed is None:
+            return
+        self.copied -= closed.copied
+        for segment in closed.segments:
             entry = self._live.get(segment) or self._dropped[segment]
             entry.leases -= 1
             if not entry.leases and segment in self._dropped:
                 del self._dropped[segment]
                 self.still_read -= entry.nbytes
-                gone.append(segment)
-        return gone
+                self._gone.append(segment)
 
-    def expire(self, now: float) -> list[SegmentId]:
+    def expire(self, now: float) -> None:
         """Close the leases whose deadline has passed."""
-        late = [lease for lease, (deadline, _) in self._leases.items() if deadline <= now]
-        return [segment for lease in late for segment in self.close_lease(lease)]
+        for lease in [lease for lease, opened in self._leases.items() if opened.deadline <= now]:
+            self.close_lease(lease)
 
     def audit(self) -> None:
-        """Recompute every counter from the structures; asserts if one is wrong."""
+        """Recompute every counter and index from the structures; asserts if one is wrong."""
         assert self.stored == sum(entry.nbytes for entry in self._live.values()), self.stored
         assert self.still_read == sum(entry.nbytes for entry in self._dropped.values()), self.still_read
-        assert self.stored + self.reserved + self.still_read <= self.budget, (self.stored, self.reserved)
-        assert all(entry.holders for entry in self._live.values()), "a segment is held by nobody"
+        assert self.reserved == sum(claim.reserved for claim in self._claims.values()), self.reserved
+        assert all(claim.reserved >= 0 for claim in self._claims.values()), "an export stored more than it reserved"
+        assert self.copied == sum(lease.copied for lease in self._leases.values()), self.copied
+        assert self.free >= 0, (self.stored, self.reserved, self.still_read, self.copied, self.budget)
+        assert all(entry.holders or entry.claims for entry in self._live.values()), "a segment is held by nobody"
+        assert all(image.segments and image.kv_tokens > 0 for image in self._images.values()), "an image of nothing"
         holds = {(holder, segment) for segment, entry in self._live.items() for holder in entry.holders}
-        assert holds == {(holder, segment) for holder, held in self._held.items() for segment in held}, holds
+        assert holds == {(holder, s) for holder, image in self._images.items() for s in image.segments}, holds
+        claims = {(claim, segment) for segment, entry in self._live.items() for claim in entry.claims}
+        assert claims == {(claim, s) for claim, made in self._claims.items() for s in made.segments}, claims
         places: dict[PageKey, dict[SegmentId, int]] = {}
         for segment, entry in self._live.items():
             for index, key in enumerate(entry.keys):
                 places.setdefault(key, {})[segment] = index
         assert places == self._places, "names and segments differ"
-        leases = Counter(segment for _, segments in self._leases.values() for segment in segments)
+        leases = Counter(segment for lease in self._leases.values() for segment in lease.segments)
         entries = self._live | self._dropped
         assert leases == Counter({segment: entry.leases for segment, entry in entries.items() if entry.leases}), leases
         assert all(entry.leases for entry in self._dropped.values()), "a dropped segment is read by nobody"
+        assert not any(entry.holders or entry.claims for entry in self._dropped.values()), "a dropped segment is held"
+
+    def _choose_victims(self, need: int, turn: Turn) -> list[TrajectoryId]:
+        extended = {claim.trajectory for claim in self._claims.values()}
+        images = [
+            StoredImage(
+                trajectory=trajectory,
+                turn=image.turn,
+                kv_tokens=image.kv_tokens,
+                segments=image.segments,
+                pinned=trajectory in extended or any(self._is_read_for(trajectory, s) for s in image.segments),
+            )
+            for trajectory, image in self._images.items()
+        ]
+        freeable = {s: 0 if entry.claims or entry.leases else entry.nbytes for s, entry in self._live.items()}
+        return choose_victims(images, freeable, need=need, turn=turn)
+
+    def _is_read_for(self, trajectory: TrajectoryId, segment: SegmentId) -> bool:
+        """Whether a reader has this open, and it can only be the trajectory's."""
+        entry = self._live[segment]
+        return entry.leases > 0 and entry.holders == {trajectory}
+
+    def _reserve(self, claim: int, nbytes: int) -> None:
+        self.reserved += nbytes - self._claims[claim].reserved
+        self._claims[claim].reserved = nbytes
+
+    def _open_lease(self, lease: _Lease) -> int:
+        number = next(self._lease_ids)
+        self._leases[number] = lease
+        return number
+
+    def _drop_unless_held(self, segment: SegmentId, reason: DropReason) -> None:
+        entry = self._live[segment]
+        if entry.holders or entry.claims:
+            return
+        del self._live[segment]
+        for key in entry.keys:
+            stored = self._places[key]
+            del stored[segment]
+            if not stored:
+                del self._places[key]
+        self.stored -= entry.nbytes
+        self.dropped[reason] += 1
+        if entry.leases:
+            self.still_read += entry.nbytes
+            self._dropped[segment] = entry
+        else:
+            self._gone.append(segment)

@@ -12,7 +12,7 @@ from rollout.cluster import controller as module
 from rollout.cluster.controller import ControllerActor
 from rollout.cluster.description import Batch, ServiceDescription, WorkerDescription
 from rollout.config import load_config
-from rollout.control.messages import Admitted, Parked, Sampled
+from rollout.control.messages import Admitted, Displaced, Exported, ExportFailed, Parked, Sampled
 from rollout.control.records import Submission
 from rollout.kv.keys import Fingerprint
 from rollout.text import read_tokenizer_files
@@ -30,6 +30,7 @@ from rollout.types import (
     Then,
     TrajectoryId,
     Version,
+    Wait,
     WorkerId,
 )
 
@@ -101,11 +102,11 @@ class FakePool:
     """Its exports are answered when the test does it."""
 
     def __init__(self) -> None:
-        self.answers: list[asyncio.Future[tuple[Image, int]]] = []
+        self.answers: list[asyncio.Future[Exported | ExportFailed]] = []
         self.export = Method(self._export)
-        self.retain, self.drop = Method(nothing), Method(nothing)
+        self.retain, self.drop, self.expect, self.warmed, self.spilled = (Method(nothing) for _ in range(5))
 
-    async def _export(self, *_: Any) -> tuple[Image, int]:
+    async def _export(self, *_: Any) -> Exported | ExportFailed:
         self.answers.append(answer := asyncio.get_running_loop().create_future())
         return await answer
 
@@ -207,7 +208,7 @@ def test_what_a_pool_says_after_the_deadline_is_let_go_of(
         assert here.actor._core.counters.export_failures == 1
         await here.actor.resume(None)
         await here.started()
-        here.pool.answers[0].set_result((image(), 160))
+        here.pool.answers[0].set_result(Exported(trajectory_id=ANN, epoch=1, image=image(), sent_bytes=160))
         await until(lambda: (ANN, frozenset()) in here.pool.retain.calls)
         assert here.actor._core.counters.export_failures == 1
         assert here.actor._core.counters.exported_bytes == 0
@@ -287,5 +288,61 @@ def test_an_export_whose_worker_dies_is_counted_and_the_trajectory_goes_on(kv_mo
         assert (await ticket).found == (ANN,)
         await here.started()
         assert here.actor._core.counters.export_failures == 1
+
+    run(scene)
+
+
+def test_an_export_that_failed_is_told_with_what_it_displaced(kv_model: Path, kills: list[bool]) -> None:
+    async def scene() -> None:
+        here = Scene(kv_model)
+        await here.begin()
+        ticket = asyncio.ensure_future(here.actor.abort(None, Keep.POOL, Then.HOLD, 120.0))
+        await here.parked()
+        here.pool.answers[0].set_result(Exported(trajectory_id=ANN, epoch=1, image=image(), sent_bytes=160))
+        await ticket
+        await here.actor.resume(None)
+        await here.started()
+        assert [told[1].wait for told in here.pool.expect.calls] == [Wait.QUEUED, Wait.STARTING]
+        ticket = asyncio.ensure_future(here.actor.abort(None, Keep.POOL, Then.HOLD, 120.0))
+        here.worker.tell(
+            here.event(Admitted, cached_tokens=0, restored_tokens=20, recomputed_tokens=0),
+            here.event(Sampled, offset=1, columns=Columns([7, 8], [-1.0, -1.0], [Version(0)] * 2)),
+            here.event(Parked, kv_tokens=22, prompt_pages=1, page_keys=(b"page",)),
+        )
+        await until(lambda: len(here.pool.answers) == 2)
+        lost = Displaced(trajectory_id=ANN, segments=frozenset({SegmentId("s1")}))
+        failed = ExportFailed(trajectory_id=ANN, epoch=2, error="PoolFullError", displaced=(lost,))
+        here.pool.answers[1].set_result(failed)
+        await ticket
+        counters = here.actor._core.counters
+        assert (counters.export_failures, counters.displaced_images) == (1, 1)
+
+    run(scene)
+
+
+def test_a_pool_hears_when_its_worker_has_touched_shared_memory(kv_model: Path, kills: list[bool]) -> None:
+    async def scene() -> None:
+        here = Scene(kv_model)
+        await here.begin()
+        await until(lambda: here.pool.warmed.calls == [("first",)])
+
+    run(scene)
+
+
+def test_a_node_that_spills_is_told_once(kv_model: Path, kills: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SPILL_LOOK_S", 0.001)
+
+    async def spilled(*_: Any) -> int | None:
+        return {1: None, 2: 0}.get(len(here_pool[0].spilled.calls), 1000)
+
+    here_pool: list[FakePool] = []
+
+    async def scene() -> None:
+        here = Scene(kv_model)
+        here_pool.append(here.pool)
+        here.pool.spilled._answer = spilled
+        await here.begin()
+        await until(lambda: len(here.pool.spilled.calls) > 5)
+        assert here.actor._core.troubles == ("node node: its object store spilled 1000 bytes to disk",)
 
     run(scene)

@@ -178,7 +178,8 @@ def rename(self: Any, segment: str) -> None:
 
 
 def forget(self: Any, segment: str) -> None:
-    self._let_go(self._ledger.drop(segment))
+    self._ledger.drop(segment)
+    self._let_go()
 
 
 def lose_owner(service: Rollout, trajectory: TrajectoryId) -> None:

@@ -13,16 +13,17 @@ from ray.exceptions import ActorDiedError
 from rollout.cluster import pool as module
 from rollout.cluster.pool import Pool
 from rollout.config import PoolConfig
-from rollout.control.messages import Export
-from rollout.errors import PoolFullError, SegmentDamagedError, SegmentMissingError
+from rollout.control.messages import Export, Exported, ExportFailed
+from rollout.errors import SegmentMissingError
 from rollout.kv.image import Manifest
 from rollout.kv.keys import Fingerprint
-from rollout.types import Image, NodeId, SegmentId, SegmentRun, TrajectoryId, WorkerId
+from rollout.types import Image, NodeId, SegmentId, SegmentRun, TrajectoryId, Turn, Wait, WorkerId
 
 PAGE_TOKENS = 4
 TOKEN_BYTES = 10
 HERE, THERE = NodeId("here"), NodeId("there")
 FINGERPRINT = Fingerprint("fingerprint")
+SOON = Turn(Wait.QUEUED, 0)
 Sent = tuple[TrajectoryId, int, int]
 """Whose pages, from which one to which one."""
 
@@ -47,6 +48,8 @@ class FakeWorker:
         self.go_on = asyncio.Event()
         self.go_on.set()
         self.fails = fails
+        self.fails_from = 1000
+        """Page from which on its tasks fail."""
         self.fingerprint = fingerprint
 
     @property
@@ -63,6 +66,8 @@ class FakeWorker:
         self.running -= 1
         if self.fails is not None:
             raise self.fails
+        if first >= self.fails_from:
+            raise ActorDiedError()
         tokens = min(stop * PAGE_TOKENS, self.tokens[trajectory]) - first * PAGE_TOKENS
         return Manifest(
             fingerprint=self.fingerprint,
@@ -72,7 +77,9 @@ class FakeWorker:
             checksums=(0,) * (stop - first),
         )
 
-    def parked(self, name: str, prompt: str, output: str, epoch: int = 1, base: Image | None = None) -> Export:
+    def parked(
+        self, name: str, prompt: str, output: str, epoch: int = 1, base: Image | None = None, turn: Turn = SOON
+    ) -> Export:
         """The order for a sequence, each token a letter; a page's name is its letters and all before it."""
         tokens = prompt + output
         self.tokens[TrajectoryId(name)] = len(tokens)
@@ -86,6 +93,7 @@ class FakeWorker:
             prompt_pages=len(prompt) // PAGE_TOKENS,
             page_keys=tuple(tokens[: (page + 1) * PAGE_TOKENS].encode() for page in range(whole)),
             base=base,
+            turn=turn,
         )
 
 
@@ -94,9 +102,31 @@ def make_pool(budget: int = 10_000, **fields: Any) -> Pool:
     return Pool(HERE, config, PAGE_TOKENS, TOKEN_BYTES, FINGERPRINT)
 
 
-def check(pool: Pool) -> None:
-    pool._ledger.audit()
-    assert set(pool._segments) == {*pool._ledger._live, *pool._ledger._dropped}
+class NotStored(Exception):
+    """An export failed."""
+
+    def __init__(self, event: ExportFailed) -> None:
+        super().__init__(event.error)
+        self.event = event
+
+
+async def answer(pool: Pool, worker: FakeWorker, order: Export) -> Exported:
+    """What the pool tells of an export that it completes; raises `NotStored` if it does not."""
+    event = await pool.export(worker, "now", order)
+    assert (event.trajectory_id, event.epoch) == (order.trajectory_id, order.epoch)
+    if isinstance(event, ExportFailed):
+        raise NotStored(event)
+    return event
+
+
+async def stored(pool: Pool, worker: FakeWorker, order: Export) -> tuple[Image, int]:
+    """The image that an export makes, and the bytes sent for it."""
+    event = await answer(pool, worker, order)
+    return event.image, event.sent_bytes
+
+
+async def check(pool: Pool) -> None:
+    assert await pool.audit() is None
 
 
 def run(scene: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -113,12 +143,12 @@ def test_an_image_covers_every_token_prompt_and_tail_included() -> None:
     async def scene() -> None:
         pool, worker = make_pool(), FakeWorker()
         order = worker.parked("ann", "pppppp", "ooooo")
-        image, sent = await pool.export(worker, "now", order)
+        image, sent = await stored(pool, worker, order)
         assert worker.sent == [("ann", 0, 1), ("ann", 1, 3)]
         assert (image.kv_tokens, image.pages, sent) == (11, 3, 110)
         stats = await pool.stats()
         assert (stats.stored, stats.reserved, stats.segments, stats.exports, stats.sent) == (110, 0, 2, 1, 110)
-        check(pool)
+        await check(pool)
 
     run(scene)
 
@@ -128,7 +158,7 @@ def test_four_siblings_that_stop_together_send_their_prompt_once() -> None:
         pool, worker = make_pool(), FakeWorker()
         worker.go_on.clear()
         orders = [worker.parked(f"g/{i}", "pppppppp", f"{i}{i}{i}") for i in range(4)]
-        exports = [asyncio.ensure_future(pool.export(worker, "now", order)) for order in orders]
+        exports = [asyncio.ensure_future(stored(pool, worker, order)) for order in orders]
         await until(lambda: worker.running == 1)
         assert worker.sent == [("g/0", 0, 2)]
         worker.go_on.set()
@@ -139,10 +169,10 @@ def test_four_siblings_that_stop_together_send_their_prompt_once() -> None:
         assert stats.sent == 80 + 4 * 30
         assert stats.shared == 3 * 80
         for order in orders:
-            check(pool)
+            await check(pool)
             await pool.retain(order.trajectory_id, frozenset())
         assert (await pool.stats()).stored == 0
-        check(pool)
+        await check(pool)
 
     run(scene)
 
@@ -151,17 +181,17 @@ def test_a_sibling_sends_the_prompt_when_the_first_one_fails_to() -> None:
     async def scene() -> None:
         pool, dying, worker = make_pool(), FakeWorker(fails=ActorDiedError()), FakeWorker()
         dying.go_on.clear()
-        first = asyncio.ensure_future(pool.export(dying, "now", dying.parked("g/0", "pppp", "o")))
-        second = asyncio.ensure_future(pool.export(worker, "now", worker.parked("g/1", "pppp", "o")))
+        first = asyncio.ensure_future(stored(pool, dying, dying.parked("g/0", "pppp", "o")))
+        second = asyncio.ensure_future(stored(pool, worker, worker.parked("g/1", "pppp", "o")))
         await until(lambda: dying.running == 1)
         assert worker.sent == []
         dying.go_on.set()
-        with pytest.raises(ActorDiedError):
+        with pytest.raises(NotStored, match="ActorDiedError"):
             await first
         image, _ = await second
         assert image.pages == 2
         assert (await pool.stats()).stored == 50
-        check(pool)
+        await check(pool)
 
     run(scene)
 
@@ -169,13 +199,13 @@ def test_a_sibling_sends_the_prompt_when_the_first_one_fails_to() -> None:
 def test_a_second_suspension_sends_only_what_is_new() -> None:
     async def scene() -> None:
         pool, worker = make_pool(), FakeWorker()
-        base, _ = await pool.export(worker, "now", worker.parked("ann", "pppp", "ooo"))
-        image, sent = await pool.export(worker, "now", worker.parked("ann", "pppp", "oooooo", epoch=2, base=base))
+        base, _ = await stored(pool, worker, worker.parked("ann", "pppp", "ooo"))
+        image, sent = await stored(pool, worker, worker.parked("ann", "pppp", "oooooo", epoch=2, base=base))
         assert worker.sent[2:] == [("ann", 1, 3)]
         assert (image.pages, sent) == (3, 60)
         await pool.retain(TrajectoryId("ann"), frozenset(run.segment for run in image.runs))
         assert (await pool.stats()).stored == 40 + 60
-        check(pool)
+        await check(pool)
 
     run(scene)
 
@@ -184,7 +214,7 @@ def test_pages_that_another_node_holds_are_not_sent_again() -> None:
     async def scene() -> None:
         pool, worker = make_pool(), FakeWorker()
         base = Image(runs=(SegmentRun(node=THERE, segment=SegmentId("far"), first=3, pages=2),), kv_tokens=6)
-        image, _ = await pool.export(worker, "now", worker.parked("ann", "pppp", "ooooo", base=base))
+        image, _ = await stored(pool, worker, worker.parked("ann", "pppp", "ooooo", base=base))
         assert worker.sent == [("ann", 1, 3)]
         assert image.runs[0] == SegmentRun(node=THERE, segment=SegmentId("far"), first=3, pages=1)
 
@@ -194,13 +224,13 @@ def test_pages_that_another_node_holds_are_not_sent_again() -> None:
 def test_a_base_whose_segment_is_gone_is_sent_again_from_there_on() -> None:
     async def scene() -> None:
         pool, worker = make_pool(), FakeWorker()
-        base, _ = await pool.export(worker, "now", worker.parked("ann", "pppp", "oooo"))
+        base, _ = await stored(pool, worker, worker.parked("ann", "pppp", "oooo"))
         await pool.drop(base.runs[1].segment)
-        image, _ = await pool.export(worker, "now", worker.parked("ann", "pppp", "ooooo", epoch=2, base=base))
+        image, _ = await stored(pool, worker, worker.parked("ann", "pppp", "ooooo", epoch=2, base=base))
         assert worker.sent[2:] == [("ann", 1, 3)]
         assert image.runs[0] == base.runs[0]
         assert image.pages == 3
-        check(pool)
+        await check(pool)
 
     run(scene)
 
@@ -208,11 +238,11 @@ def test_a_base_whose_segment_is_gone_is_sent_again_from_there_on() -> None:
 def test_long_runs_are_split_into_objects_of_bounded_size() -> None:
     async def scene() -> None:
         pool, worker = make_pool(max_object_bytes=2 * PAGE_TOKENS * TOKEN_BYTES), FakeWorker()
-        image, sent = await pool.export(worker, "now", worker.parked("ann", "p" * 20, "o" * 3))
+        image, sent = await stored(pool, worker, worker.parked("ann", "p" * 20, "o" * 3))
         assert worker.sent == [("ann", 0, 2), ("ann", 2, 4), ("ann", 4, 5), ("ann", 5, 6)]
         assert [run.pages for run in image.runs] == [2, 2, 1, 1]
         assert sent == 230
-        check(pool)
+        await check(pool)
 
     run(scene)
 
@@ -220,27 +250,28 @@ def test_long_runs_are_split_into_objects_of_bounded_size() -> None:
 def test_an_export_that_does_not_fit_is_refused_and_leaves_what_was_held() -> None:
     async def scene() -> None:
         pool, worker = make_pool(budget=100), FakeWorker()
-        base, _ = await pool.export(worker, "now", worker.parked("ann", "pppp", "ooo"))
+        base, _ = await stored(pool, worker, worker.parked("ann", "pppp", "ooo"))
         for _ in range(3):
-            with pytest.raises(PoolFullError, match="80 bytes asked for, 30 of 100"):
-                await pool.export(worker, "now", worker.parked("ann", "pppp", "o" * 8, epoch=2, base=base))
+            with pytest.raises(NotStored, match="PoolFullError: 80 bytes asked for, 30 of 100"):
+                await stored(pool, worker, worker.parked("ann", "pppp", "o" * 8, epoch=2, base=base))
             assert pool._ledger.held_by(TrajectoryId("ann")) == {run.segment for run in base.runs}
         stats = await pool.stats()
         assert (stats.stored, stats.reserved, stats.refused, stats.exports) == (70, 0, 3, 1)
-        check(pool)
+        await check(pool)
 
     run(scene)
 
 
 def test_a_failure_half_way_lets_go_of_what_was_sent_for_it() -> None:
     async def scene() -> None:
-        pool, worker = make_pool(budget=100), FakeWorker()
-        with pytest.raises(PoolFullError):
-            await pool.export(worker, "now", worker.parked("ann", "pppppppp", "o" * 8))
-        assert worker.sent == [("ann", 0, 2)]
+        pool, worker = make_pool(), FakeWorker()
+        worker.fails_from = 2
+        with pytest.raises(NotStored, match="ActorDiedError"):
+            await stored(pool, worker, worker.parked("ann", "pppppppp", "o" * 8))
+        assert worker.sent == [("ann", 0, 2), ("ann", 2, 4)]
         stats = await pool.stats()
         assert (stats.stored, stats.reserved, stats.segments) == (0, 0, 0)
-        check(pool)
+        await check(pool)
 
     run(scene)
 
@@ -249,13 +280,13 @@ def test_a_late_export_stays_charged_until_it_can_write_no_more() -> None:
     async def scene() -> None:
         pool, worker = make_pool(export_timeout_s=0.05), FakeWorker()
         worker.go_on.clear()
-        with pytest.raises(TimeoutError):
-            await pool.export(worker, "now", worker.parked("ann", "pppp", "ooo"))
+        with pytest.raises(NotStored, match=r"did not answer within 0\.05 s"):
+            await stored(pool, worker, worker.parked("ann", "pppp", "ooo"))
         stats = await pool.stats()
         assert (stats.reserved, stats.stored, pool._ledger.held_by(TrajectoryId("ann"))) == (40, 0, frozenset())
         worker.go_on.set()
         await until(lambda: pool._ledger.reserved == 0)
-        check(pool)
+        await check(pool)
 
     run(scene)
 
@@ -267,10 +298,10 @@ def test_an_export_that_is_not_what_was_ordered_is_refused(fingerprint: Fingerpr
         order = worker.parked("ann", "pppp", "ooo")
         if fingerprint == FINGERPRINT:
             order = replace(order, kv_tokens=6)
-        with pytest.raises(SegmentDamagedError):
-            await pool.export(worker, "now", order)
+        with pytest.raises(NotStored, match="SegmentDamagedError"):
+            await stored(pool, worker, order)
         assert (await pool.stats()).reserved == 0
-        check(pool)
+        await check(pool)
 
     run(scene)
 
@@ -282,14 +313,14 @@ def test_a_reader_that_died_does_not_keep_the_budget(monkeypatch: pytest.MonkeyP
     async def scene() -> None:
         nonlocal now
         pool, worker = make_pool(budget=70), FakeWorker()
-        image, _ = await pool.export(worker, "now", worker.parked("ann", "pppp", "ooo"))
-        await pool.lease([run.segment for run in image.runs], 5.0)
+        image, _ = await stored(pool, worker, worker.parked("ann", "pppp", "ooo"))
+        await pool.lease([run.segment for run in image.runs], 5.0, HERE)
         await pool.retain(TrajectoryId("ann"), frozenset())
-        with pytest.raises(PoolFullError):
-            await pool.export(worker, "now", worker.parked("bob", "qqqq", "ooo"))
+        with pytest.raises(NotStored, match="PoolFullError"):
+            await stored(pool, worker, worker.parked("bob", "qqqq", "ooo"))
         now += 5.0
-        await pool.export(worker, "now", worker.parked("bob", "qqqq", "ooo"))
-        check(pool)
+        await stored(pool, worker, worker.parked("bob", "qqqq", "ooo"))
+        await check(pool)
 
     run(scene)
 
@@ -297,18 +328,18 @@ def test_a_reader_that_died_does_not_keep_the_budget(monkeypatch: pytest.MonkeyP
 def test_a_lease_covers_all_or_nothing_and_ends_once() -> None:
     async def scene() -> None:
         pool, worker = make_pool(), FakeWorker()
-        image, _ = await pool.export(worker, "now", worker.parked("ann", "pppp", "ooo"))
+        image, _ = await stored(pool, worker, worker.parked("ann", "pppp", "ooo"))
         segments = [run.segment for run in image.runs]
         with pytest.raises(SegmentMissingError):
-            await pool.lease([*segments, SegmentId("never")], 5.0)
-        lease, leased = await pool.lease(segments, 600.0)
+            await pool.lease([*segments, SegmentId("never")], 5.0, HERE)
+        lease, leased = await pool.lease(segments, 600.0, HERE)
         assert [manifest.tokens for manifest, _ in leased] == [4, 3]
         await pool.retain(TrajectoryId("ann"), frozenset())
         assert ((await pool.stats()).still_read, len(pool._segments)) == (70, 2)
         await pool.close_lease(lease)
         await pool.close_lease(lease)
         assert ((await pool.stats()).still_read, len(pool._segments)) == (0, 0)
-        check(pool)
+        await check(pool)
 
     run(scene)
 
@@ -318,9 +349,9 @@ def test_names_are_never_given_twice_not_even_by_a_pool_that_was_restarted() -> 
         named: list[str] = []
         for _ in range(2):
             pool, worker = make_pool(), FakeWorker()
-            image, _ = await pool.export(worker, "now", worker.parked("ann", "pppp", "ooo"))
+            image, _ = await stored(pool, worker, worker.parked("ann", "pppp", "ooo"))
             named += [run.segment for run in image.runs]
-            lease, _ = await pool.lease([run.segment for run in image.runs], 5.0)
+            lease, _ = await pool.lease([run.segment for run in image.runs], 5.0, HERE)
             named.append(str(lease))
         assert len(set(named)) == 6
 

@@ -114,6 +114,10 @@ def test_a_lost_worker_makes_the_image_needed_again() -> None:
 
 
 def test_nothing_is_told_of_what_has_no_image() -> None:
+    scene = decoding(worker_count=1, slice_tokens=3)
+    scene.report(W1, parked(kv=7))
+    scene.handle(export_failed())
+    assert (scene.phase(), scene.expects) == (Phase.PREFILLING, 0)
     scene = decoding(worker_count=1)
     scene.abort(keep=Keep.NONE, then=Then.REQUEUE)
     scene.report(W1, parked(kv=7))

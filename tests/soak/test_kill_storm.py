@@ -145,7 +145,7 @@ class Storm:
         segment = self._segment()
         if segment is None:
             return False
-        self._in_pool(lambda self: self._let_go(self._ledger.drop(segment)))
+        self._in_pool(lambda self: (self._ledger.drop(segment), self._let_go()))
         return True
 
     def _damage(self) -> bool:
