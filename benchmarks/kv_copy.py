@@ -200,6 +200,7 @@ def _isolated(settings: Settings, nbytes: int) -> dict[str, Any]:
         return time.monotonic() - start, second
 
     def turn() -> dict[str, float]:
+        time.sleep(SETTLE_S)
         called, _ = returned(returner.nothing)
         both, data = returned(returner.pages, tokens)
         row = {
@@ -210,11 +211,8 @@ def _isolated(settings: Settings, nbytes: int) -> dict[str, Any]:
             "ray_get": timed(lambda: ray.get(data)),
         }
         views = ray.get(data)
-        del data
         row["verify"] = timed(lambda: verify(manifest, views, range(count), tokens, fingerprint))
         row["scatter"] = timed(lambda: storage.scatter(pages, tokens, views))
-        del views
-        time.sleep(SETTLE_S)
         return row
 
     rows = [turn() for _ in range(PASSES_UNMEASURED + settings.repeats)]
