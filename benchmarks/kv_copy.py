@@ -35,6 +35,7 @@ from rollout.config import Section
 from rollout.kv.image import describe, verify
 from rollout.kv.keys import Fingerprint
 from rollout.kv.storage import KVStorage
+from rollout.kv.tiers import Tier
 
 MB = 1_000_000
 PASSES_UNMEASURED = 4
@@ -169,11 +170,11 @@ class Returner:
     """An actor that returns pages as a worker does, and does nothing else."""
 
     def __init__(self, model: StandIn, pages: int) -> None:
-        self._pages = range(1, pages + 1)
+        self._pages = [(Tier.DEVICE, page) for page in range(1, pages + 1)]
         self._storage = _storage(model, pages)
 
     def pages(self, tokens: int) -> tuple[None, list[Any]]:
-        return None, self._storage.gather(self._pages, tokens)
+        return None, self._storage.gather(self._pages, tokens, self._storage.fence())
 
     def nothing(self) -> tuple[None, None]:
         return None, None
@@ -185,10 +186,12 @@ def _isolated(settings: Settings, nbytes: int) -> dict[str, Any]:
     tokens = nbytes // model.token_bytes
     count = -(-tokens // model.page_tokens)
     pages = range(1, count + 1)
+    sources = [(Tier.DEVICE, page) for page in pages]
     storage = _storage(model, count)
+    fence = storage.fence()
     fingerprint = Fingerprint("isolated")
     sizes = {"page_tokens": model.page_tokens, "token_bytes": model.token_bytes, "tokens": tokens}
-    buffers = storage.gather(pages, tokens)
+    buffers = storage.gather(sources, tokens, fence)
     manifest = describe(buffers, fingerprint=fingerprint, **sizes)
     returner = ray.remote(Returner).options(num_cpus=0).remote(model, count)
 
@@ -204,7 +207,7 @@ def _isolated(settings: Settings, nbytes: int) -> dict[str, Any]:
         called, _ = returned(returner.nothing)
         both, data = returned(returner.pages, tokens)
         row = {
-            "gather": timed(lambda: storage.gather(pages, tokens)),
+            "gather": timed(lambda: storage.gather(sources, tokens, fence)),
             "checksum": timed(lambda: describe(buffers, fingerprint=fingerprint, **sizes)),
             "call": called,
             "ray_return": both - called,
@@ -212,7 +215,7 @@ def _isolated(settings: Settings, nbytes: int) -> dict[str, Any]:
         }
         views = ray.get(data)
         row["verify"] = timed(lambda: verify(manifest, views, range(count), tokens, fingerprint))
-        row["scatter"] = timed(lambda: storage.scatter(pages, tokens, views))
+        row["scatter"] = timed(lambda: storage.scatter(pages, tokens, views, fence))
         return row
 
     rows = [turn() for _ in range(PASSES_UNMEASURED + settings.repeats)]

@@ -21,14 +21,14 @@ from rollout.cluster.pool import Pool
 from rollout.cluster.reader import PoolReader
 from rollout.cluster.worker import Worker
 from rollout.config import Config
-from rollout.control.messages import Export
+from rollout.control.messages import Export, Exported, ExportFailed
 from rollout.engine.engine import Engine
 from rollout.engine.scheduler import Scheduler
 from rollout.engine.sequence import Sequence
 from rollout.kv import restore
 from rollout.kv.restore import Restorer
 from rollout.kv.storage import KVStorage
-from rollout.types import Image, WorkerId
+from rollout.types import WorkerId
 
 TRACED: dict[str, tuple[Any, str]] = {
     "start": (Host, "start"),
@@ -85,7 +85,7 @@ class TracedPool(Pool):
         super().__init__(*args)
         self._marks: list[Mark] = []
 
-    async def export(self, worker: Any, incarnation: str, order: Export) -> tuple[Image, int]:
+    async def export(self, worker: Any, incarnation: str, order: Export) -> Exported | ExportFailed:
         begin = time.monotonic()
         answer = await super().export(worker, incarnation, order)
         self._marks.append(Mark(name="pool", begin=begin, end=time.monotonic()))
