@@ -1,142 +1,31 @@
-"""The pool with workers that answer when the test says so: what is sent, what is charged, what a failure leaves."""
+"""What an export sends, what is charged for it, what a failure leaves, and what readers keep."""
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Generator
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from ray.exceptions import ActorDiedError
 
 from rollout.cluster import pool as module
-from rollout.cluster.pool import Pool
-from rollout.config import PoolConfig
-from rollout.control.messages import Export, Exported, ExportFailed
 from rollout.errors import SegmentMissingError
-from rollout.kv.image import Manifest
 from rollout.kv.keys import Fingerprint
-from rollout.types import Image, NodeId, SegmentId, SegmentRun, TrajectoryId, Turn, Wait, WorkerId
-
-PAGE_TOKENS = 4
-TOKEN_BYTES = 10
-HERE, THERE = NodeId("here"), NodeId("there")
-FINGERPRINT = Fingerprint("fingerprint")
-SOON = Turn(Wait.QUEUED, 0)
-Sent = tuple[TrajectoryId, int, int]
-"""Whose pages, from which one to which one."""
-
-
-class FakeRef:
-    """A reference that can be awaited several times; a waiter that is cancelled does not end the task."""
-
-    def __init__(self, work: Coroutine[Any, Any, Manifest]) -> None:
-        self._task = asyncio.ensure_future(work)
-
-    def __await__(self) -> Generator[Any, None, Manifest]:
-        return asyncio.shield(self._task).__await__()
-
-
-class FakeWorker:
-    """Its export task is complete when the test lets it go on; `sent` is what it was asked for."""
-
-    def __init__(self, fails: Exception | None = None, fingerprint: Fingerprint = FINGERPRINT) -> None:
-        self.tokens: dict[TrajectoryId, int] = {}
-        self.sent: list[Sent] = []
-        self.running = 0
-        self.go_on = asyncio.Event()
-        self.go_on.set()
-        self.fails = fails
-        self.fails_from = 1000
-        """Page from which on its tasks fail."""
-        self.fingerprint = fingerprint
-
-    @property
-    def export(self) -> Any:
-        return self
-
-    def remote(self, incarnation: str, key: tuple[TrajectoryId, int], first: int, stop: int) -> Any:
-        self.sent.append((key[0], first, stop))
-        return FakeRef(self._manifest(key[0], first, stop)), object()
-
-    async def _manifest(self, trajectory: TrajectoryId, first: int, stop: int) -> Manifest:
-        self.running += 1
-        await self.go_on.wait()
-        self.running -= 1
-        if self.fails is not None:
-            raise self.fails
-        if first >= self.fails_from:
-            raise ActorDiedError()
-        tokens = min(stop * PAGE_TOKENS, self.tokens[trajectory]) - first * PAGE_TOKENS
-        return Manifest(
-            fingerprint=self.fingerprint,
-            page_tokens=PAGE_TOKENS,
-            token_bytes=TOKEN_BYTES,
-            tokens=tokens,
-            checksums=(0,) * (stop - first),
-        )
-
-    def parked(
-        self, name: str, prompt: str, output: str, epoch: int = 1, base: Image | None = None, turn: Turn = SOON
-    ) -> Export:
-        """The order for a sequence, each token a letter; a page's name is its letters and all before it."""
-        tokens = prompt + output
-        self.tokens[TrajectoryId(name)] = len(tokens)
-        whole = len(tokens) // PAGE_TOKENS
-        return Export(
-            worker=WorkerId("worker"),
-            node=HERE,
-            trajectory_id=TrajectoryId(name),
-            epoch=epoch,
-            kv_tokens=len(tokens),
-            prompt_pages=len(prompt) // PAGE_TOKENS,
-            page_keys=tuple(tokens[: (page + 1) * PAGE_TOKENS].encode() for page in range(whole)),
-            base=base,
-            turn=turn,
-        )
-
-
-def make_pool(budget: int = 10_000, **fields: Any) -> Pool:
-    config = PoolConfig.model_validate({"budget_bytes": budget, "export_timeout_s": 60.0} | fields)
-    return Pool(HERE, config, PAGE_TOKENS, TOKEN_BYTES, FINGERPRINT)
-
-
-class NotStored(Exception):
-    """An export failed."""
-
-    def __init__(self, event: ExportFailed) -> None:
-        super().__init__(event.error)
-        self.event = event
-
-
-async def answer(pool: Pool, worker: FakeWorker, order: Export) -> Exported:
-    """What the pool tells of an export that it completes; raises `NotStored` if it does not."""
-    event = await pool.export(worker, "now", order)
-    assert (event.trajectory_id, event.epoch) == (order.trajectory_id, order.epoch)
-    if isinstance(event, ExportFailed):
-        raise NotStored(event)
-    return event
-
-
-async def stored(pool: Pool, worker: FakeWorker, order: Export) -> tuple[Image, int]:
-    """The image that an export makes, and the bytes sent for it."""
-    event = await answer(pool, worker, order)
-    return event.image, event.sent_bytes
-
-
-async def check(pool: Pool) -> None:
-    assert await pool.audit() is None
-
-
-def run(scene: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(asyncio.wait_for(scene(), 180.0))
-
-
-async def until(done: Callable[[], bool]) -> None:
-    async with asyncio.timeout(120.0):
-        while not done():
-            await asyncio.sleep(0)
+from rollout.types import Image, SegmentId, SegmentRun, TrajectoryId
+from tests.cluster.pool_scene import (
+    FINGERPRINT,
+    HERE,
+    PAGE_TOKENS,
+    THERE,
+    TOKEN_BYTES,
+    FakeWorker,
+    NotStored,
+    check,
+    make_pool,
+    run,
+    stored,
+    until,
+)
 
 
 def test_an_image_covers_every_token_prompt_and_tail_included() -> None:
