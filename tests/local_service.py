@@ -26,6 +26,7 @@ from rollout.control.messages import (
     Retain,
     Start,
     Stop,
+    WorkerDown,
     WorkerEvent,
     WorkerReport,
     WorkerUp,
@@ -80,6 +81,7 @@ class LocalPool:
             page_tokens=source.storage.page_tokens,
             token_bytes=source.storage.token_bytes,
             tokens=tokens,
+            canary=source.storage.shadow(pages, tokens),
         )
         segment = SegmentId(f"s{len(self.segments)}")
         self.segments[segment] = Segment(manifest=manifest, buffers=buffers)
@@ -138,6 +140,11 @@ class LocalService:
             version=Version(0),
         )
         self.handle(WorkerUp(worker=worker, node=NODE, incarnation=worker, max_running=self.config.max_running))
+
+    def lose(self, worker: WorkerId) -> None:
+        """Its process is gone; another takes its place."""
+        self.workers.pop(worker).engine.close()
+        self.handle(WorkerDown(worker=worker, incarnation=worker, error="killed", final=True))
 
     def submit(self, key: str, prompt_ids: Sequence[int], sampling: SamplingParams, n: int = 1) -> list[TrajectoryId]:
         seeds = tuple(

@@ -168,6 +168,7 @@ class Host:
                 page_tokens=page_tokens,
                 token_bytes=self._storage.token_bytes,
                 tokens=tokens,
+                canary=self._storage.shadow(pages[first:stop], tokens),
             )
         finally:
             self._exports.end(key, buffers)

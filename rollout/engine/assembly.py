@@ -90,6 +90,7 @@ def assemble(
         dtype=dtype,
         device=kernel.device,
         host_pages=int(host.bytes) // page_bytes,
+        canary=config.canary,
     )
     limits = Limits(
         max_running=config.max_running,

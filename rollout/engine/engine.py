@@ -247,7 +247,8 @@ class Engine:
                 assert image is not None
                 first = sequence.pages.shared
                 table = sequence.pages.table[first : image.pages]
-                self._restorer.submit(sequence.key, image, first, table, self._runner.fence())
+                chain = sequence.chain_values(0, image.kv_tokens) if self._runner.canary else None
+                self._restorer.submit(sequence.key, image, first, table, self._runner.fence(), chain)
         for sequence in self._scheduler.only_parked():
             self._park(sequence)
         self._start_copies()

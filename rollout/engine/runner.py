@@ -7,17 +7,21 @@ is padded to one size, so that the bits of a row never depend on what else is ru
 import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rollout.attention import Attention
+from rollout.attention.interface import PrefillBatch
 from rollout.engine.batch import Forward, decode_forward, prefill_forward
 from rollout.engine.sampling import Sampler, SamplingBatch
 from rollout.engine.scheduler import Chunk, Limits, Plan
 from rollout.engine.sequence import Sequence
 from rollout.kv.fence import Fence
 from rollout.kv.storage import KVStorage
+from rollout.kv.tiers import Tier
 from rollout.model.decoder import Decoder
 
 
@@ -28,6 +32,14 @@ class Draw:
     sequence: Sequence
     token: int
     logprob: float
+
+
+class Span(NamedTuple):
+    """Positions [start, end) of one sequence, that a forward writes."""
+
+    sequence: Sequence
+    start: int
+    end: int
 
 
 class Runner:
@@ -44,6 +56,11 @@ class Runner:
         self._device = storage.pages.device
         self.prefill_s: float | None = None
         """What the prefill of the last plan took, if that is known: on CUDA it is if something was sampled."""
+
+    @property
+    def canary(self) -> bool:
+        """Whether one checks every forward."""
+        return self._storage.canaries is not None
 
     @property
     def page_bytes(self) -> int:
@@ -71,7 +88,8 @@ class Runner:
     def _prefill(self, chunks: Seq[Chunk]) -> list[Draw]:
         rows = self._limits.chunk_tokens if self._limits.deterministic else None
         hidden_TE = self._forward(
-            prefill_forward(chunks, rows=rows, page_tokens=self._storage.page_tokens, device=self._device)
+            prefill_forward(chunks, rows=rows, page_tokens=self._storage.page_tokens, device=self._device),
+            [Span(chunk.sequence, chunk.start, chunk.end) for chunk in chunks],
         )
         last_rows: list[int] = []
         complete: list[Sequence] = []
@@ -88,15 +106,34 @@ class Runner:
     def _decode(self, sequences: Seq[Sequence]) -> list[Draw]:
         rows = self._limits.max_running if self._limits.deterministic else None
         hidden_BE = self._forward(
-            decode_forward(sequences, rows=rows, page_tokens=self._storage.page_tokens, device=self._device)
+            decode_forward(sequences, rows=rows, page_tokens=self._storage.page_tokens, device=self._device),
+            [Span(sequence, sequence.computed, sequence.computed + 1) for sequence in sequences],
         )
         draws = self._sample(hidden_BE, sequences)
         return [draw for draw in draws if draw.sequence.computed + 1 == len(draw.sequence.tokens)]
 
-    def _forward(self, forward: Forward) -> Tensor:
-        return self._decoder.forward(
-            forward.ids_T, forward.positions_T, self._storage.pages, self._attention, forward.attention
-        )
+    def _forward(self, forward: Forward, spans: Seq[Span]) -> Tensor:
+        """Hidden states of a forward that writes `spans`; with a canary, after it has checked what that reads.
+
+        Raises `CanaryError`.
+        """
+        canary = self._storage.canaries[Tier.DEVICE] if self._storage.canaries is not None else None
+        batch = forward.attention
+        if canary is not None:
+            tables = batch.tables_SP if isinstance(batch, PrefillBatch) else batch.tables_BP
+            known = [sequence.chain_values(0, start) for sequence, start, _ in spans]
+            canary.verify([sequence.key for sequence, _, _ in spans], tables, known)
+        hidden = self._decoder.forward(forward.ids_T, forward.positions_T, self._storage.pages, self._attention, batch)
+        if canary is not None:
+            where = (
+                (batch.write_pages_T, batch.write_slots_T)
+                if isinstance(batch, PrefillBatch)
+                else (batch.write_pages_B, batch.write_slots_B)
+            )
+            canary.written(
+                *where, np.concatenate([sequence.chain_values(start, end) for sequence, start, end in spans])
+            )
+        return hidden
 
     def _sample(self, hidden_RE: Tensor, sequences: Seq[Sequence]) -> list[Draw]:
         """One draw for each of the first rows; rows past `sequences` are padding."""

@@ -223,12 +223,13 @@ class Scheduler:
         wanted = sequence.reusable_end // page_tokens
         stored = self._cache.stored(sequence.weights_id, sequence.key_of(wanted * page_tokens), wanted)
         found = stored.device + stored.host if sequence.loadable else stored.device
-        if found * page_tokens < sequence.prompt_tokens:
-            found = found * page_tokens // self._unit * self._unit // page_tokens
-        device = min(stored.device, found)
         image_tokens = sequence.image.kv_tokens if sequence.image is not None else 0
         left = self._images.of(sequence.trajectory_id)
         here = left.tokens if left is not None and left.tail and left.tokens // page_tokens == found else 0
+        if max(found * page_tokens, here, image_tokens) < sequence.prompt_tokens:  # prefill goes on behind these
+            found = found * page_tokens // self._unit * self._unit // page_tokens
+            here = here if left is not None and left.tokens // page_tokens == found else 0
+        device = min(stored.device, found)
         host = (found - device) * page_tokens + (here % page_tokens if left and left.tier is Tier.HOST else 0)
         if host < self._rates.load_back_tokens and image_tokens < found * page_tokens:
             found, here = device, (here if found == device else 0)

@@ -11,6 +11,7 @@ from enum import StrEnum
 
 from rollout.control.messages import Assignment
 from rollout.kv.cache import Holding
+from rollout.kv.chain import Chain, ChainValues
 from rollout.types import Columns, FinishReason, SequenceKey, TrajectoryId, Version
 
 
@@ -27,6 +28,7 @@ class Sequence:
     __slots__ = (
         "abort",
         "assignment",
+        "chain",
         "columns",
         "computed",
         "deterministic",
@@ -73,6 +75,7 @@ class Sequence:
         self.computed = 0
         self.holding: Holding | None = None
         self.abort = False
+        self.chain = Chain()
 
     @property
     def trajectory_id(self) -> TrajectoryId:
@@ -110,6 +113,12 @@ class Sequence:
     def reusable_end(self) -> int:
         """Positions whose KV may come from elsewhere: one token at least must be fed."""
         return len(self.tokens) - 1
+
+    def chain_values(self, start: int, end: int) -> ChainValues:
+        """What a canary must find at positions [start, end)."""
+        if len(self.chain) < end:
+            self.chain.extend(self.tokens[len(self.chain) : end], self.weights_id)
+        return self.chain.values(start, end)
 
     def key_of(self, tokens: int) -> bytes:
         """The first `tokens` positions as the prefix tree knows them."""

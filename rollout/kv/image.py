@@ -31,6 +31,8 @@ class Manifest:
     """Valid tokens of all pages together; only the last page may be partly filled."""
     checksums: tuple[int, ...]
     """xxh3-64 of each page buffer."""
+    canary: bytes | None = None
+    """What the exporting worker's canary knew of the pages, if it had one (`kv.canary`)."""
 
     @property
     def nbytes(self) -> int:
@@ -47,7 +49,13 @@ def checksum(buffer: Buffer) -> int:
 
 
 def describe(
-    buffers: Sequence[Buffer], *, fingerprint: Fingerprint, page_tokens: int, token_bytes: int, tokens: int
+    buffers: Sequence[Buffer],
+    *,
+    fingerprint: Fingerprint,
+    page_tokens: int,
+    token_bytes: int,
+    tokens: int,
+    canary: bytes | None = None,
 ) -> Manifest:
     """The manifest of `buffers`."""
     manifest = Manifest(
@@ -56,6 +64,7 @@ def describe(
         token_bytes=token_bytes,
         tokens=tokens,
         checksums=tuple(checksum(buffer) for buffer in buffers),
+        canary=canary,
     )
     sizes = [buffer.nbytes for buffer in buffers]
     assert sizes == [manifest.page_nbytes(i) for i in range(len(buffers))], (sizes, tokens)

@@ -12,11 +12,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
-from rollout.errors import DeadlineError, KVError, SegmentDamagedError
+from rollout.errors import CanaryError, DeadlineError, KVError, SegmentDamagedError
+from rollout.kv.chain import ChainValues
 from rollout.kv.fence import Fence
 from rollout.kv.image import Buffer, Manifest, verify
 from rollout.kv.keys import Fingerprint
 from rollout.kv.storage import KVStorage
+from rollout.kv.tiers import Tier
 from rollout.types import Image, SegmentRun, SequenceKey
 
 
@@ -71,10 +73,21 @@ class Restorer:
         self._pending: dict[SequenceKey, tuple[int, Future[None]]] = {}
         self.restored_bytes = 0
 
-    def submit(self, key: SequenceKey, image: Image, first_page: int, pages: Sequence[int], after: Fence) -> None:
-        """Read pages `first_page`… of `image` into `pages`, which what is before the fence may still read."""
+    def submit(
+        self,
+        key: SequenceKey,
+        image: Image,
+        first_page: int,
+        pages: Sequence[int],
+        after: Fence,
+        chain: ChainValues | None = None,
+    ) -> None:
+        """Read pages `first_page`… of `image` into `pages`, which what is before the fence may still read.
+
+        `chain` is what a canary must find there.
+        """
         deadline = time.monotonic() + self._timeout_s
-        future = self._thread.submit(self._restore, image, first_page, pages, after, deadline)
+        future = self._thread.submit(self._restore, key, image, first_page, pages, after, chain, deadline)
         self._pending[key] = (image.kv_tokens, future)
         future.add_done_callback(lambda _: self._wake())
 
@@ -102,7 +115,16 @@ class Restorer:
     def close(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)
 
-    def _restore(self, image: Image, first_page: int, pages: Sequence[int], after: Fence, deadline: float) -> None:
+    def _restore(
+        self,
+        key: SequenceKey,
+        image: Image,
+        first_page: int,
+        pages: Sequence[int],
+        after: Fence,
+        chain: ChainValues | None,
+        deadline: float,
+    ) -> None:
         page_tokens = self._storage.page_tokens
         if image.pages != -(-image.kv_tokens // page_tokens) or len(pages) != image.pages - first_page:
             raise SegmentDamagedError(f"image of {image.pages} pages for {image.kv_tokens} tokens")
@@ -114,10 +136,16 @@ class Restorer:
                 tokens = min(run.pages * page_tokens, image.kv_tokens - (first_page + done) * page_tokens)
                 try:
                     verify(segment.manifest, segment.buffers, part, tokens, self._fingerprint)
-                except SegmentDamagedError as error:
+                    targets = pages[done : done + run.pages]
+                    self._storage.scatter(targets, tokens, [segment.buffers[index] for index in part], after)
+                    if self._storage.canaries is not None and chain is not None:
+                        position = (first_page + done) * page_tokens
+                        canary = self._storage.canaries[Tier.DEVICE]
+                        canary.put(targets, tokens, segment.manifest.canary or b"", first=run.first)
+                        expected = chain[position : position + tokens]
+                        canary.verify_restored(key, targets, expected, start=position)
+                except (SegmentDamagedError, CanaryError) as error:
                     raise SegmentDamagedError(str(error), node=run.node, segment=run.segment) from None
-                targets = pages[done : done + run.pages]
-                self._storage.scatter(targets, tokens, [segment.buffers[index] for index in part], after)
                 self.restored_bytes += tokens * self._storage.token_bytes
                 done += run.pages
 

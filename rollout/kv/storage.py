@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rollout.kv.canary import Canary
 from rollout.kv.fence import Fence, fence_for
 from rollout.kv.image import Buffer
 from rollout.kv.tiers import PageRef, Tier
@@ -32,12 +33,19 @@ class KVStorage:
         dtype: torch.dtype,
         device: torch.device,
         host_pages: int = 0,
+        canary: bool = False,
     ) -> None:
         shape = (layers, 2, page_tokens, kv_heads, head_dim)
         on_cuda = device.type == "cuda"
         self.pages: Tensor = torch.zeros((pages + 1, *shape), dtype=dtype, device=device)
         """Of the device."""
         self.host_pages: Tensor = torch.zeros((host_pages + 1, *shape), dtype=dtype, pin_memory=on_cuda)
+        if host_pages:
+            self.host_pages.zero_()  # memory is there from the first touch on, which is slow
+        self.canaries: dict[Tier, Canary] | None = None
+        """Of each tier, if they are wanted."""
+        if canary:
+            self.canaries = {Tier.DEVICE: Canary(self.pages), Tier.HOST: Canary(self.host_pages)}
         self.page_tokens = page_tokens
         self.token_bytes = layers * 2 * kv_heads * head_dim * self.pages.element_size()
         self._stream: torch.cuda.Stream | None = None
@@ -60,10 +68,12 @@ class KVStorage:
             read, write = _rows(source), _rows(target)
             for first, into, count in _runs(sources, targets):
                 np.copyto(write[into : into + count], read[first : first + count])
+            self._copy_shadows(to, sources, targets)
             return
         with torch.cuda.stream(self._stream):
             for first, into, count in _runs(sources, targets):
                 target[into : into + count].copy_(source[first : first + count], non_blocking=True)
+            self._copy_shadows(to, sources, targets)
         self._stream.synchronize()
 
     def gather(self, pages: Sequence[PageRef], tokens: int, after: Fence) -> list[Buffer]:
@@ -79,6 +89,13 @@ class KVStorage:
                 parts = [_to_host(part) if part.is_cuda else part for part in parts]
             self._stream.synchronize()
         return [np.ascontiguousarray(part.view(torch.uint8).numpy()).reshape(-1) for part in parts]
+
+    def shadow(self, pages: Sequence[PageRef], tokens: int) -> bytes | None:
+        """What the canaries know of pages that `gather` reads, to travel with them."""
+        if self.canaries is None:
+            return None
+        parts = [min(self.page_tokens, tokens - i * self.page_tokens) for i in range(len(pages))]
+        return b"".join(self.canaries[tier].take([page], part) for (tier, page), part in zip(pages, parts, strict=True))
 
     def scatter(self, pages: Sequence[int], tokens: int, buffers: Sequence[Buffer], after: Fence) -> None:
         """Write buffers as `gather` makes them into device `pages`; returns when the bytes are in place."""
@@ -100,6 +117,10 @@ class KVStorage:
                 part.copy_(stage.view(part.dtype).view(part.shape), non_blocking=True)
                 copied[i % 2].record(self._stream)
         self._stream.synchronize()
+
+    def _copy_shadows(self, to: Tier, sources: Sequence[int], targets: Sequence[int]) -> None:
+        if self.canaries is not None:
+            self.canaries[to.other].copy(sources, self.canaries[to], targets)
 
     def _tier(self, tier: Tier) -> Tensor:
         return self.pages if tier is Tier.DEVICE else self.host_pages
