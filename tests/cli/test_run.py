@@ -86,7 +86,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "kv_bytes": "32MiB",
             "max_context_tokens": 512,
         },
-        "cluster": {"name": "run", "workers": 2},
+        "cluster": {"name": "run", "workers": 2, "start_timeout_s": 600},
         "pool": {"budget_bytes": "64MiB", "warm_bytes": "8MiB"},
         "abort": {"slice_tokens": SLICE_TOKENS},
         "resume": {"prefer": "other"},

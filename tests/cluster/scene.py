@@ -62,14 +62,21 @@ def settings(model: Path, name: str, **sections: Mapping[str, Any]) -> dict[str,
             "kv_bytes": "32MiB",
             "max_context_tokens": 512,
         },
-        "cluster": {"name": name, "workers": 2, "max_restarts": 100, "health_interval_s": 0.2, "unresponsive_s": 60},
+        "cluster": {
+            "name": name,
+            "workers": 2,
+            "max_restarts": 100,
+            "start_timeout_s": 600,
+            "health_interval_s": 0.2,
+            "unresponsive_s": 60,
+        },
         "pool": {"budget_bytes": "64MiB", "warm_bytes": "8MiB", "restore_timeout_s": 60, "export_timeout_s": 60},
         "resume": {"prefer": "other"},
     }
     return {name: base.get(name, {}) | dict(sections.get(name, {})) for name in base | sections}
 
 
-def eventually(look: Callable[[], T], *, within_s: float = 180.0) -> T:
+def eventually(look: Callable[[], T], *, within_s: float = 300.0) -> T:
     """The first truthy answer of `look`; fails, with the last one, if there is none in time."""
     deadline = time.monotonic() + within_s
     pause = threading.Event()
