@@ -22,7 +22,7 @@ from rollout.cluster.description import ServiceDescription
 from rollout.config import Config, load_config
 from rollout.control.records import Submission
 from rollout.errors import InvalidPromptError, InvalidSamplingError, PromptTooLongError, ServiceClosedError
-from rollout.metrics import ServiceStats
+from rollout.metrics import KVCheck, ServiceStats
 from rollout.text import Prompt, Tokenizer
 from rollout.types import (
     AbortReport,
@@ -169,7 +169,10 @@ class AsyncRollout:
     async def abort(
         self, ids: Ids = ALL, *, keep: Keep | str = Keep.AUTO, then: Then | str = Then.HOLD, timeout_s: float = 60.0
     ) -> AbortReport:
-        """Stop trajectories at their next step, store or drop their KV, and report their tokens so far.
+        """Stop trajectories at their next step, put their KV where `keep` says, and report their tokens so far.
+
+        The KV of one that is suspended already is moved there. What cannot be moved stays where it is, which
+        `stats().troubles` tells; tokens are never lost.
 
         Raises `ValueError` for a `keep` or `then` that does not exist.
         """
@@ -188,6 +191,11 @@ class AsyncRollout:
         """Counters and snapshots of every part of the service."""
         stats: ServiceStats = await self._call(self._controller.stats)
         return stats
+
+    async def check_kv(self) -> tuple[KVCheck, ...]:
+        """Have every worker and pool recompute its accounting from its structures, while it runs."""
+        checks: tuple[KVCheck, ...] = await self._call(self._controller.check_kv)
+        return checks
 
     async def close(self) -> None:
         """Leave the service, and end it if this client started it. Closing twice is harmless.
@@ -286,6 +294,10 @@ class Rollout:
     def stats(self) -> ServiceStats:
         """As `AsyncRollout.stats`."""
         return self._run(self.aio.stats())
+
+    def check_kv(self) -> tuple[KVCheck, ...]:
+        """As `AsyncRollout.check_kv`."""
+        return self._run(self.aio.check_kv())
 
     def close(self) -> None:
         """As `AsyncRollout.close`."""

@@ -119,6 +119,16 @@ class PoolStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KVCheck:
+    """Accounting of one worker or pool, recomputed from its structures while it runs."""
+
+    part: str
+    """The worker's id, or `pool of` the node's."""
+    violation: str | None
+    """What is wrong, with the numbers, or why it is not known; None: every counter is right."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutCounters:
     """What the controller counted over all trajectories."""
 

@@ -40,7 +40,7 @@ from rollout.control.messages import (
     WorkerUp,
 )
 from rollout.control.records import Submission
-from rollout.metrics import ServiceStats
+from rollout.metrics import KVCheck, ServiceStats
 from rollout.types import (
     AbortReport,
     Delivery,
@@ -141,6 +141,12 @@ class ControllerActor:
             workers=tuple(stats for stats in workers if stats is not None),
             pools=tuple(stats for stats in pools if stats is not None),
         )
+
+    async def check_kv(self) -> tuple[KVCheck, ...]:
+        """Have every worker and pool recompute its accounting."""
+        parts = {str(name): worker.audit.remote(CALL_S) for name, worker in self._workers.items()}
+        parts |= {f"pool of {node}": pool.audit.remote() for node, pool in self._pools.items()}
+        return tuple(await asyncio.gather(*(self._violation(part, answer) for part, answer in parts.items())))
 
     # Events and commands ------------------------------------------------------------------------------
 
@@ -310,6 +316,18 @@ class ControllerActor:
                 return await method.remote()
         except (RayError, TimeoutError):
             return None
+
+    async def _violation(self, part: str, answer: Any) -> KVCheck:
+        try:
+            async with asyncio.timeout(2 * CALL_S):
+                violation = await answer
+        except TimeoutError:
+            violation = f"no answer for {2 * CALL_S:g} s"
+        except RayError as error:
+            violation = f"no answer: {one_line(error)}"
+        if violation is not None:
+            logger.error("%s: %s", part, violation)
+        return KVCheck(part=part, violation=violation)
 
     def _spawn(self, work: Coroutine[Any, Any, None], failed: Callable[[str], None]) -> None:
         """Run `work` in the background; `failed` hears of a fault of ours, so that what waits for it ends."""

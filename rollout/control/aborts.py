@@ -2,15 +2,16 @@
 
 from collections.abc import Sequence
 
-from rollout.control.records import Record
+from rollout.control.records import Intent, Record
 from rollout.types import AbortReport, FinishReason, TrajectoryId
 
 
 class AbortTicket:
     """Asked after every event whether the abort is done."""
 
-    def __init__(self, known: Sequence[Record], unknown: tuple[TrajectoryId, ...]) -> None:
-        """To be made before the abort is carried out."""
+    def __init__(self, known: Sequence[Record], unknown: tuple[TrajectoryId, ...], intent: Intent) -> None:
+        """To be made before the abort is carried out, which will give its records this `intent`."""
+        self._intent = intent
         self._known = known
         self._unknown = unknown
         self._finished = {record.trajectory_id for record in known if record.over}
@@ -49,5 +50,7 @@ class AbortTicket:
         )
 
     def _stopped(self, record: Record) -> bool:
-        """One that was queued again may be in its next suspension already."""
-        return record.over or record.intent is None or record.epoch != self._epochs[record.trajectory_id]
+        """One that was queued again may be in its next suspension already; one that is on a worker to have its KV
+        kept there still is in this one."""
+        again = record.epoch != self._epochs[record.trajectory_id] and record.intent is not self._intent
+        return record.over or record.intent is None or again

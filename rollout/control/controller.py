@@ -39,7 +39,7 @@ from rollout.control.messages import (
 )
 from rollout.control.records import Intent, Record, Submission
 from rollout.control.roster import Roster
-from rollout.control.suspension import Suspensions
+from rollout.control.suspension import ON_WORKER, Suspensions
 from rollout.metrics import RolloutCounters
 from rollout.types import (
     Delivery,
@@ -98,8 +98,8 @@ class Controller:
 
     def abort(self, ids: Sequence[str] | None, keep: Keep, then: Then, now: float) -> tuple[AbortTicket, list[Command]]:
         """Stop what `ids` name (see `resolve`); the ticket tells when that is done and what came of it."""
-        ticket = AbortTicket(*self.resolve(ids))
         intent = self._suspensions.intent(keep, then)
+        ticket = AbortTicket(*self.resolve(ids), intent)
         commands: list[Command] = []
         for record in ticket.asked:
             commands += self._stop(record, intent, now)
@@ -122,6 +122,7 @@ class Controller:
                 commands += self._roster.enqueue(record, now)
             elif record.intent is not None and record.intent.then is not Then.FINISH:
                 record.intent = Intent(keep=record.intent.keep, then=Then.REQUEUE)
+                self._groups.unhold(record)
                 commands += record.pooled.expect(record.turn)
         return report, commands + self._roster.dispatch()
 
@@ -240,9 +241,13 @@ class Controller:
 
     def _stop(self, record: Record, intent: Intent, now: float) -> list[Command]:
         """An abort of a trajectory that is not over; a second one changes only what becomes of it."""
+        if intent.then is not Then.HOLD:
+            self._groups.unhold(record)
         if not record.on_worker:
             return self._suspensions.change(record, intent, now)
         stopping, record.intent = record.intent is not None, intent
+        if record.promoting:
+            stopping = intent.keeps and intent.keep in ON_WORKER  # it parks once it has its KV
         if stopping:
             return []
         return [Stop(worker=record.workers[-1], trajectory_id=record.trajectory_id, epoch=record.epoch)]
@@ -264,7 +269,10 @@ class Controller:
             self._fleet.give_up(event.worker, event.error)
         if self._fleet.hopeless is not None:
             for record in self._fleet.drain():
-                commands += self._roster.fail(record, self._fleet.hopeless, now)
+                if record.intent is not None:  # it was to have its KV brought to a worker, and is held without
+                    commands += self._suspensions.settle(record, now)
+                else:
+                    commands += self._roster.fail(record, self._fleet.hopeless, now)
         return commands
 
     def _lose(self, worker: Worker, error: str, now: float) -> list[Command]:

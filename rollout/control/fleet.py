@@ -97,25 +97,25 @@ class Fleet:
         """
         chosen: list[tuple[Record, Worker]] = []
         free = [worker for worker in self._workers.values() if worker.room > 0]
-        unbound: deque[Record] = deque()
+        waiting: deque[Record] = deque()
         for record in list(self._returning) if free else ():
-            home = self._workers.get(record.home.worker) if record.home is not None else None
-            if home is not None:
-                able = [home] if home in free else []
-            elif self._prefer_other:
-                able = [worker for worker in free if worker.worker_id != record.worker]
-            else:
-                able = []
-            if able:
+            able = [worker for worker in free if worker.worker_id != record.worker]
+            if self._prefer_other and able and self._home(record) is None:
                 self._assign(record, able, free, chosen)
-            elif home is None:
-                unbound.append(record)
-        while free and (unbound or self._fresh):
-            head = min([*list(unbound)[:1], *self._fresh[:1]], key=_order)
-            if unbound and head is unbound[0]:
-                unbound.popleft()
-            self._assign(head, free, free, chosen)
+            else:
+                waiting.append(record)
+        while free and (waiting or self._fresh):
+            head = min([*list(waiting)[:1], *self._fresh[:1]], key=_order)
+            if waiting and head is waiting[0]:
+                waiting.popleft()
+            home = self._home(head)
+            able = [worker for worker in free if home is None or worker is home]
+            if able:
+                self._assign(head, able, free, chosen)
         return chosen
+
+    def _home(self, record: Record) -> Worker | None:
+        return self._workers.get(record.home.worker) if record.home is not None else None
 
     def _assign(
         self, record: Record, able: list[Worker], free: list[Worker], chosen: list[tuple[Record, Worker]]

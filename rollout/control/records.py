@@ -44,6 +44,11 @@ class Intent:
     keep: Keep
     then: Then
 
+    @property
+    def keeps(self) -> bool:
+        """Whether the KV is of any use then."""
+        return self.keep is not Keep.NONE and self.then is not Then.FINISH
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Home:
@@ -69,6 +74,10 @@ class Transfer:
     kind: Kind
     worker: WorkerId
     epoch: int
+    back: Keep | None = None
+    """Of an export: where on the worker it was kept before, and is kept again if that fails. It is then this, again."""
+    displaced: bool = False
+    """Of an export: the image that was there before is gone; what is left of it is let go of when this is answered."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -127,6 +136,11 @@ class Record:
         return self.phase in ON_WORKER
 
     @property
+    def export(self) -> Transfer | None:
+        """The export that is under way."""
+        return self.transfer if self.transfer is not None and self.transfer.kind is Transfer.Kind.EXPORT else None
+
+    @property
     def turn(self) -> Turn:
         """When it is expected to need its image: in the order in which the fleet would start it."""
         match self.phase:
@@ -179,9 +193,11 @@ class Record:
         phase = Phase.DECODING if whole else Phase.PREFILLING
         if self.phase is not phase:
             self.enter(phase)
+        if self.promoting:
+            return {"loaded_tokens": event.loaded_tokens}  # what it lacks is not computed
         counts = {"recomputed_tokens": event.recomputed_tokens, "loaded_tokens": event.loaded_tokens}
         again, self.began = self.began, True
-        if first and again and not self.promoting:
+        if first and again:
             counts |= {"restored_tokens": event.restored_tokens, "cached_tokens": event.cached_tokens}
             self.resumes.append(Resume(worker=self.workers[-1], **counts))
         return counts

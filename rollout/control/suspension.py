@@ -8,6 +8,7 @@ fails leaves the KV where it was; what an abort says comes then happens in any c
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rollout.control.messages import (
     Command,
@@ -76,7 +77,8 @@ class Suspensions:
             commands = [*self._roster.leave_home(record), *record.pooled.replace(None)]
         elif intent.then is Then.HOLD and intent is not record.attempted:
             record.attempted = intent
-            if moves := self._move(record, intent.keep, now):
+            moves = self._move(record, intent.keep, now)
+            if moves is not None:
                 return moves
         record.intent = None
         match intent.then:
@@ -95,7 +97,11 @@ class Suspensions:
             if record.home is not None and record.home.worker == worker:
                 record.home = None
             transfer = record.transfer
-            if transfer is not None and transfer.worker == worker and transfer.kind is not Transfer.Kind.EXPORT:
+            if transfer is None or transfer.worker != worker:
+                continue
+            if transfer.kind is Transfer.Kind.EXPORT:
+                record.transfer = replace(transfer, back=None)  # the pool will answer
+            else:
                 record.transfer = None
                 commands += self.settle(record, now)
         return commands
@@ -107,42 +113,42 @@ class Suspensions:
         record = self._transferring(event.trajectory_id, event.epoch, Transfer.Kind.KEEP)
         if record is None:
             return []
-        record.transfer = None
+        transfer, record.transfer = record.transfer, None
+        assert transfer is not None
         if event.kv_tokens:
             record.home = Home(worker=worker, epoch=event.epoch, where=event.where, kv_tokens=event.kv_tokens)
         if event.error is not None:
             self._roster.tally["keep_failures"] += 1
             self._roster.troubles.append(f"{record.trajectory_id}: kept on the {event.where}: {event.error}")
-            return self.settle(record, now)
-        return [*record.pooled.replace(None), *self.settle(record, now)]
+        there = event.kv_tokens and event.error is None and transfer.back is None
+        commands = record.pooled.replace(None) if there else []
+        return [*commands, *self.settle(record, now)]
 
     def recalled(self, event: Recalled, worker: WorkerId, now: float) -> list[Command]:
         """What is left of kept KV is pinned on its worker, to go elsewhere."""
         record = self._transferring(event.trajectory_id, event.epoch, Transfer.Kind.RECALL)
         if record is None:
             return []
-        record.transfer = record.home = None
-        return self._put_away(record, event, worker, now)
+        home, record.home = record.home, None
+        record.transfer = None
+        return self._put_away(record, event, worker, now, back=home.where if home is not None else None)
 
-    def _put_away(self, record: Record, event: Parked, worker: WorkerId, now: float) -> list[Command]:
-        """KV that is pinned on a worker goes where the intent says."""
-        intent = record.intent
+    def _put_away(
+        self, record: Record, event: Parked, worker: WorkerId, now: float, *, back: Keep | None = None
+    ) -> list[Command]:
+        """KV that is pinned on a worker, where it was kept if `back` says so, goes where the intent says."""
+        intent, pooled_tokens = record.intent, record.pooled.kv_tokens
         assert intent is not None
-        record.attempted = intent
-        release = Release(worker=worker, trajectory_id=event.trajectory_id, epoch=event.epoch)
-        if not event.kv_tokens or intent.keep is Keep.NONE or intent.then is Then.FINISH:
+        more = event.kv_tokens > pooled_tokens or (intent.keep in ON_WORKER and event.kv_tokens == pooled_tokens > 0)
+        if not more or not intent.keeps:
+            release = Release(worker=worker, trajectory_id=event.trajectory_id, epoch=event.epoch)
             return [release, *self.settle(record, now)]
         if intent.keep in ON_WORKER:
-            record.transfer = Transfer(kind=Transfer.Kind.KEEP, worker=worker, epoch=event.epoch)
-            return [
-                KeepThere(worker=worker, trajectory_id=event.trajectory_id, epoch=event.epoch, where=intent.keep),
-                *record.pooled.expect(record.turn),
-            ]
-        if event.kv_tokens <= record.pooled.kv_tokens:
-            return [release, *self.settle(record, now)]
+            return self._keep_there(record, worker, event.epoch, intent.keep)
+        record.attempted = intent
         node = self._roster.fleet.node_of(worker)
         record.pooled.export_to(node, record.turn)
-        record.transfer = Transfer(kind=Transfer.Kind.EXPORT, worker=worker, epoch=event.epoch)
+        record.transfer = Transfer(kind=Transfer.Kind.EXPORT, worker=worker, epoch=event.epoch, back=back)
         return [
             Export(
                 worker=worker,
@@ -158,16 +164,29 @@ class Suspensions:
             *record.pooled.expect(record.turn),
         ]
 
-    def _move(self, record: Record, keep: Keep, now: float) -> list[Command]:
-        """Send KV that is suspended elsewhere to where `keep` says; nothing if it is there, or there is none."""
+    def _keep_there(
+        self, record: Record, worker: WorkerId, epoch: int, where: Keep, *, back: Keep | None = None
+    ) -> list[Command]:
+        record.attempted = record.intent
+        record.transfer = Transfer(kind=Transfer.Kind.KEEP, worker=worker, epoch=epoch, back=back)
+        return [
+            KeepThere(worker=worker, trajectory_id=record.trajectory_id, epoch=epoch, where=where),
+            *record.pooled.expect(record.turn),
+        ]
+
+    def _move(self, record: Record, keep: Keep, now: float) -> list[Command] | None:
+        """Send KV that is suspended elsewhere to where `keep` says; None if it is there, or cannot be brought there."""
         home = record.home
         if home is not None and home.where is not keep:
             record.enter(Phase.SUSPENDING)
             record.transfer = Transfer(kind=Transfer.Kind.RECALL, worker=home.worker, epoch=home.epoch)
-            return [Recall(worker=home.worker, trajectory_id=record.trajectory_id, epoch=home.epoch)]
-        if home is None and keep in ON_WORKER and record.pooled.image is not None and not self._roster.fleet.hopeless:
-            return self._roster.wait(record, now)
-        return []
+            recall = Recall(worker=home.worker, trajectory_id=record.trajectory_id, epoch=home.epoch)
+            return [recall, *record.pooled.expect(record.turn)]
+        if home is not None or keep not in ON_WORKER or record.pooled.image is None:
+            return None
+        if record.budget_spent or self._roster.fleet.hopeless is not None:
+            return None
+        return self._roster.wait(record, now)
 
     def _transferring(self, trajectory_id: TrajectoryId, epoch: int, kind: Transfer.Kind) -> Record | None:
         """The trajectory, if this is what is under way with its KV."""
@@ -190,7 +209,15 @@ class Suspensions:
             return []
         self._roster.tally["export_failures"] += 1
         self._roster.troubles.append(f"{record.trajectory_id}: export: {event.error}")
-        return [*self._release(record), *self.settle(record, now)]
+        export, intent = record.transfer, record.intent
+        assert export is not None
+        assert intent is not None
+        commands = record.pooled.replace(None) if export.displaced else []
+        if export.back is None or not intent.keeps:
+            return [*self._release(record), *commands, *self.settle(record, now)]
+        if intent.keep in ON_WORKER:
+            return commands + self._keep_there(record, export.worker, export.epoch, intent.keep)
+        return commands + self._keep_there(record, export.worker, export.epoch, export.back, back=export.back)
 
     def displaced(self, displaced: Sequence[Displaced], by: TrajectoryId) -> list[Command]:
         """Images that made room for one that is needed sooner are gone: their trajectories recompute."""
@@ -199,8 +226,12 @@ class Suspensions:
         for displacement in displaced:
             record = self._roster.groups.get(displacement.trajectory_id)
             if record is not None and record.pooled.displaced(displacement.segments):
-                commands += record.pooled.replace(None)
                 lost.append(record.trajectory_id)
+                if record.export is not None:  # which may have stored, on another node, what builds on the rest
+                    record.pooled.image = None
+                    record.transfer = replace(record.export, displaced=True)
+                else:
+                    commands += record.pooled.replace(None)
         if lost:
             self._roster.tally["displaced_images"] += len(lost)
             self._roster.troubles.append(f"{by}: its image displaced {len(lost)} needed later: {', '.join(lost)}")
@@ -211,7 +242,7 @@ class Suspensions:
         record = self._roster.groups.get(event.trajectory_id)
         if record is None:
             return Pooled(event.trajectory_id).let_go_of(event.image)
-        if record.pooled.image == event.image or record.phase is Phase.SUSPENDING:
+        if record.pooled.image == event.image or record.export is not None:
             record.pooled.may_be_at(event.image)
             return []
         return record.pooled.let_go_of(event.image)

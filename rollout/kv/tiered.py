@@ -187,6 +187,8 @@ class TieredTree:
                 pass
             case WriteBack() | NoWrites():
                 return
+        if not self.total(Tier.HOST):
+            return
         for step in node.path():
             if step.host.pages or step.arriving is not None or step.hits < hits:
                 continue

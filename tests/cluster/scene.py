@@ -257,8 +257,8 @@ def at_rest(service: Rollout, workers: int = 2) -> bool:
     return (
         len(found) == workers
         and all(engine.waiting == engine.running == engine.parked == 0 for engine in found)
-        and all(engine.pages.private == engine.pages.reserved == 0 for engine in found)
-        and all(engine.pages.free + engine.pages.tree == engine.pages.total for engine in found)
+        and all(engine.device.private == engine.device.reserved == 0 for engine in found)
+        and all(engine.device.free + engine.device.tree == engine.device.total for engine in found)
         and all(worker.exporting == 0 for worker in stats.workers)
         and set(kept) == {(0, 0, 0, 0)}
         and all_told(service)
