@@ -37,7 +37,11 @@ def test_pools_of_two_nodes_never_make_ray_spill_and_a_lost_node_costs_recomputa
     assert seen["nodes"] == 2
     assert seen["equal"]
     assert seen["spilled"] == []
+    assert seen["seen_to_spill"] == [0, 0]
     assert seen["spilled_when_full"] > 0
+    assert len(seen["alarm"]) == 1
+    assert seen["read_elsewhere"] > 0
+    assert seen["still_copied"] == [0, 0]
     assert all(refused > 0 for refused in seen["refused"])
     assert seen["exported_bytes"] > 0
     assert seen["resumed_elsewhere"] > 0

@@ -85,6 +85,9 @@ def main(model: str, out: Path) -> None:
         for name in ("suspensions", "resumed_elsewhere", "restored_tokens", "exported_bytes", "restore_failures"):
             seen[name] = getattr(after.counters, name) - getattr(before.counters, name)
         seen["refused"] = [pool.refused for pool in after.pools]
+        seen["read_elsewhere"] = sum(pool.read_elsewhere for pool in after.pools)
+        seen["still_copied"] = [pool.copied for pool in after.pools]
+        seen["seen_to_spill"] = [pool.spilled for pool in after.pools]
         seen["spilled"] = spilled()
         with limited(service, SAMPLING.max_new_tokens - 1):
             submit(service, range(WAVE))
@@ -95,9 +98,10 @@ def main(model: str, out: Path) -> None:
         without = outputs(collect(service, WAVE))
         seen["equal_without_a_node"] = without == {name: truth[name] for name in without}
         seen["workers_lost"] = service.stats().counters.workers_lost
-    full = [ray.put(np.zeros(BUCKET_BYTES, dtype=np.uint8)) for _ in range(STORE_BYTES // BUCKET_BYTES)]
-    seen["spilled_when_full"] = len(eventually(spilled))
-    del full
+        full = [ray.put(np.zeros(BUCKET_BYTES, dtype=np.uint8)) for _ in range(STORE_BYTES // BUCKET_BYTES)]
+        seen["spilled_when_full"] = len(eventually(spilled))
+        seen["alarm"] = eventually(lambda: [told for told in service.stats().troubles if "spilled" in told])
+        del full
     out.write_text(json.dumps(seen))
     ray.shutdown()
     cluster.shutdown()
