@@ -17,8 +17,12 @@ from rollout.control.messages import (
     Failed,
     Finished,
     Freed,
+    KeepThere,
+    Moved,
     Parked,
     Preempted,
+    Recall,
+    Recalled,
     Release,
     RestoreFailed,
     Retain,
@@ -102,6 +106,17 @@ def parked(t: TrajectoryId = T, epoch: int = 1, *, kv: int) -> Parked:
     )
 
 
+def recalled(t: TrajectoryId = T, epoch: int = 1, *, kv: int) -> Recalled:
+    told = parked(t, epoch, kv=kv)
+    return Recalled(
+        trajectory_id=t, epoch=epoch, kv_tokens=kv, prompt_pages=told.prompt_pages, page_keys=told.page_keys
+    )
+
+
+def moved(t: TrajectoryId = T, epoch: int = 1, *, where: Keep, kv: int = 7, error: str | None = None) -> Moved:
+    return Moved(trajectory_id=t, epoch=epoch, where=where, kv_tokens=kv, error=error)
+
+
 def preempted(t: TrajectoryId = T, epoch: int = 1) -> Preempted:
     return Preempted(trajectory_id=t, epoch=epoch)
 
@@ -150,6 +165,14 @@ def release(worker: WorkerId = W1, t: TrajectoryId = T, epoch: int = 1) -> Relea
 
 def stop(worker: WorkerId = W1, t: TrajectoryId = T, epoch: int = 1) -> Stop:
     return Stop(worker=worker, trajectory_id=t, epoch=epoch)
+
+
+def keep_there(where: Keep, worker: WorkerId = W1, t: TrajectoryId = T, epoch: int = 1) -> KeepThere:
+    return KeepThere(worker=worker, trajectory_id=t, epoch=epoch, where=where)
+
+
+def recall(worker: WorkerId = W1, t: TrajectoryId = T, epoch: int = 1) -> Recall:
+    return Recall(worker=worker, trajectory_id=t, epoch=epoch)
 
 
 class Scene:
@@ -302,4 +325,19 @@ def resumed(**options: object) -> Scene:
     """A scene in which `T` was started again from its image, as epoch 2, on w1, the only worker."""
     scene = suspended(worker_count=1, **options)
     assert starts(scene.resume()) == [(W1, T, 2)]
+    return scene
+
+
+def keeping(where: Keep, *, then: Then = Then.HOLD, **options: object) -> Scene:
+    """A scene in which `T` was parked on w1 after three tokens and is told to be kept there."""
+    scene = decoding(**options)  # type: ignore[arg-type]
+    scene.abort(keep=where, then=then)
+    assert scene.report(W1, parked(kv=7)) == [keep_there(where)]
+    return scene
+
+
+def at_home(where: Keep, **options: object) -> Scene:
+    """A scene in which `T` is held, with its KV on w1."""
+    scene = keeping(where, **options)
+    assert scene.report(W1, moved(where=where)) == []
     return scene

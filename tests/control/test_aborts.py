@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from rollout.control.aborts import AbortTicket
-from rollout.types import AbortReport, Then, TrajectoryId
+from rollout.types import AbortReport, Keep, Then, TrajectoryId
 from tests.control.scene import (
     W1,
     W2,
@@ -66,7 +66,7 @@ def test_a_groups_id_stands_for_its_members_and_none_for_all() -> None:
     scene.submit("h")
     for ids, asked in ((("g", T), [T, U]), (("h", "g"), ["h/0", T, U])):
         assert [record.trajectory_id for record in scene.open_abort(*ids)[0].asked] == asked
-    everything, _ = scene.controller.abort(None, scene.controller._keep, Then.HOLD, scene.now)
+    everything, _ = scene.controller.abort(None, Keep.POOL, Then.HOLD, scene.now)
     assert [record.trajectory_id for record in everything.asked] == [T, U, "h/0"]
 
 

@@ -10,8 +10,8 @@ from rollout.types import Keep, Then, TrajectoryId, WorkerId
 from tests.control.world import WORKERS, World
 
 workers = st.sampled_from(sorted(WORKERS))
-kept = st.sampled_from([Keep.POOL, Keep.POOL, Keep.NONE])
-keeps = st.sampled_from([Keep.AUTO, Keep.POOL, Keep.AUTO, Keep.NONE])
+kept = st.sampled_from([Keep.POOL, Keep.HOST, Keep.DEVICE, Keep.NONE, Keep.AUTO])
+keeps = st.sampled_from([Keep.POOL, Keep.HOST, Keep.DEVICE, Keep.AUTO, Keep.NONE])
 numbers = st.integers(0, 99)
 sometimes = st.integers(0, 4).map(lambda number: number == 4)
 seldom = st.integers(0, 15).map(lambda number: number == 15)

@@ -3,6 +3,7 @@
 import pytest
 
 from rollout.control.controller import Controller
+from rollout.control.messages import KeepThere
 from rollout.types import Keep, Then
 from tests.control.scene import W1, W2, Scene, T, U, decoding, exported, finished, image, parked, suspended
 
@@ -157,11 +158,17 @@ def test_what_was_given_back_counts_as_coming_beside_what_runs() -> None:
     assert (scene.controller.coming_groups, scene.controller.complete_groups) == (2, 1)
 
 
-@pytest.mark.parametrize("configured", [Keep.POOL, Keep.NONE])
+PUT_AWAY = {Keep.DEVICE: "KeepThere", Keep.HOST: "KeepThere", Keep.POOL: "Export", Keep.NONE: "Release"}
+
+
+@pytest.mark.parametrize("configured", Keep)
 @pytest.mark.parametrize("asked", Keep)
 def test_an_abort_keeps_what_it_says_and_if_it_does_not_say_what_is_configured(configured: Keep, asked: Keep) -> None:
     scene = decoding(keep=configured)
     scene.abort(keep=asked)
     commands = scene.report(W1, parked(kv=7))
-    kept = configured if asked is Keep.AUTO else asked
-    assert [type(command).__name__ for command in commands] == ["Export" if kept is Keep.POOL else "Release"]
+    kept = next((keep for keep in (asked, configured) if keep is not Keep.AUTO), Keep.POOL)
+    assert [type(command).__name__ for command in commands] == [PUT_AWAY[kept]]
+    assert [command.where for command in commands if isinstance(command, KeepThere)] == [kept] * (
+        kept in (Keep.DEVICE, Keep.HOST)
+    )

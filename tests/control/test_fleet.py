@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from rollout.control.fleet import Fleet
 from rollout.control.messages import WorkerUp
 from rollout.control.pooled import Pooled
-from rollout.control.records import Record
-from rollout.types import GroupId, NodeId, SamplingParams, TrajectoryId, WorkerId
+from rollout.control.records import Home, Record
+from rollout.types import GroupId, Keep, NodeId, SamplingParams, TrajectoryId, WorkerId
 from tests.control.scene import W1, W2, W3
 
 
@@ -19,7 +19,7 @@ def make_fleet(rooms: dict[WorkerId, int], *, prefer_other: bool = False, size: 
     return fleet
 
 
-def make_record(order: int, *workers: WorkerId) -> Record:
+def make_record(order: int, *workers: WorkerId, home: WorkerId | None = None) -> Record:
     trajectory_id = TrajectoryId(f"t{order}")
     return Record(
         trajectory_id=trajectory_id,
@@ -33,6 +33,7 @@ def make_record(order: int, *workers: WorkerId) -> Record:
         metadata={},
         pooled=Pooled(trajectory_id),
         workers=[*workers],
+        home=Home(worker=home, epoch=1, where=Keep.HOST, kv_tokens=4) if home is not None else None,
     )
 
 
@@ -95,29 +96,62 @@ def test_new_trajectories_do_not_overtake_one_that_only_its_own_worker_has_room_
     assert dispatch(fleet, make_record(0, W1), make_record(1)) == [(0, W1)]
 
 
+@pytest.mark.parametrize("prefer_other", [False, True])
+def test_a_trajectory_goes_home_even_where_there_is_less_room(prefer_other: bool) -> None:
+    fleet = make_fleet({W1: 1, W2: 3}, prefer_other=prefer_other)
+    assert dispatch(fleet, make_record(0, W1, home=W1)) == [(0, W1)]
+
+
+def test_who_is_at_home_elsewhere_waits_and_is_passed_by_who_is_not() -> None:
+    fleet = make_fleet({W1: 0, W2: 2})
+    assert dispatch(fleet, make_record(0, W1, home=W1), make_record(1, W1), make_record(2)) == [(1, W2), (2, W2)]
+    assert [record.order for record in fleet.drain()] == [0]
+
+
+def test_who_is_at_home_does_not_overtake_an_older_one() -> None:
+    """Case E4: otherwise two that take turns in the last room would starve it."""
+    fleet = make_fleet({W1: 1})
+    assert dispatch(fleet, make_record(0, W2), make_record(1, W1, home=W1)) == [(0, W1)]
+
+
+def test_who_is_at_home_goes_before_younger_ones() -> None:
+    fleet = make_fleet({W1: 1, W2: 1})
+    assert dispatch(fleet, make_record(0, W1, home=W1), make_record(1, W1), make_record(2)) == [(0, W1), (1, W2)]
+
+
+def test_a_home_that_is_lost_binds_nobody() -> None:
+    assert dispatch(make_fleet({W1: 1}), make_record(0, W2, home=W2)) == [(0, W1)]
+
+
 WORKERS = st.sampled_from([W1, W2, W3])
 
 
 @given(
     rooms=st.dictionaries(WORKERS, st.integers(0, 4)),
-    lives=st.lists(st.lists(WORKERS, max_size=2), max_size=12),
+    lives=st.lists(st.tuples(st.lists(WORKERS, max_size=2), st.booleans()), max_size=12),
     prefer_other=st.booleans(),
 )
-def test_routing_rules(rooms: dict[WorkerId, int], lives: list[list[WorkerId]], prefer_other: bool) -> None:
+def test_routing_rules(
+    rooms: dict[WorkerId, int], lives: list[tuple[list[WorkerId], bool]], prefer_other: bool
+) -> None:
     fleet = make_fleet(rooms, prefer_other=prefer_other, size=3)
-    records = [make_record(order, *workers) for order, workers in enumerate(lives)]
+    homes = [next((w for w in workers[-1:] if settled and w in rooms), None) for workers, settled in lives]
+    records = [make_record(order, *life[0], home=homes[order]) for order, life in enumerate(lives)]
     started = dict(dispatch(fleet, *reversed(records)))
     waiting = [record.order for record in fleet.drain()]
     left = {worker: room - list(started.values()).count(worker) for worker, room in rooms.items()}
     assert sorted([*started, *waiting]) == list(range(len(records)))
     assert waiting == sorted(waiting)
     assert min(left.values(), default=0) >= 0
-    assert not waiting or not any(left.values()), "room is empty while somebody waits"
+    for order in waiting:
+        home = homes[order]
+        assert not (left[home] if home is not None else any(left.values())), "room is empty while somebody waits for it"
     for order, worker in started.items():
+        assert homes[order] in (None, worker)
         back = worker == records[order].worker
-        if prefer_other and back:
+        if prefer_other and back and homes[order] is None:
             assert not any(room for other, room in left.items() if other != worker)
-        overtaken = [older for older in waiting if older < order]
+        overtaken = [older for older in waiting if older < order and homes[older] in (None, worker)]
         assert not overtaken or (prefer_other and records[order].worker is not None and not back)
 
 

@@ -15,6 +15,8 @@ LIFE = [
     Phase.DECODING,
     Phase.SUSPENDING,
     Phase.SUSPENDED,
+    Phase.SUSPENDING,
+    Phase.SUSPENDED,
     Phase.QUEUED,
     Phase.RESTORING,
     Phase.DECODING,
@@ -52,7 +54,7 @@ ILLEGAL = [
     *itertools.product(set(Phase) - {Phase.QUEUED}, {Phase.RESTORING}),
     *itertools.product({Phase.QUEUED, Phase.SUSPENDED, Phase.SUSPENDING}, {Phase.DECODING, Phase.PREEMPTED}),
     *itertools.product(ON_WORKER, {Phase.SUSPENDED}),
-    *itertools.product({Phase.QUEUED, Phase.SUSPENDED}, {Phase.SUSPENDING}),
+    (Phase.QUEUED, Phase.SUSPENDING),
     (Phase.DECODING, Phase.PREFILLING),
 ]
 

@@ -26,8 +26,12 @@ from rollout.control.messages import (
     ExportFailed,
     Finished,
     Freed,
+    KeepThere,
+    Moved,
     Parked,
     Preempted,
+    Recall,
+    Recalled,
     Release,
     RestoreFailed,
     Retain,
@@ -39,7 +43,7 @@ from rollout.control.messages import (
     WorkerReport,
     WorkerUp,
 )
-from rollout.control.records import Record, Submission
+from rollout.control.records import Record, Submission, Transfer
 from rollout.types import (
     Columns,
     FinishReason,
@@ -47,6 +51,7 @@ from rollout.types import (
     Image,
     Keep,
     NodeId,
+    Phase,
     SamplingParams,
     SegmentId,
     SegmentRun,
@@ -100,25 +105,52 @@ class Task:
         return (self.assignment.trajectory_id, self.assignment.epoch)
 
 
+@dataclass(slots=True, kw_only=True)
+class Left:
+    """What a sequence left on a worker when it stopped."""
+
+    kv: int
+    prompt_tokens: int
+    tier: Keep = Keep.DEVICE
+    pinned: bool = True
+    """To be exported or moved: nothing evicts it."""
+    moving: Keep | None = None
+    """Where it is on its way to."""
+
+
+ToWorker = Start | Stop | Release | KeepThere | Recall
+
+
 class FakeWorker:
     """One process. It may be stepped with any luck; `None` is the best: nothing goes wrong and all progress."""
 
     def __init__(self, incarnation: str) -> None:
         self.incarnation = incarnation
-        self.inbox: deque[Start | Stop | Release] = deque()
+        self.inbox: deque[ToWorker] = deque()
         self.outbox: list[WorkerEvent] = []
         self.tasks: dict[SequenceKey, Task] = {}
-        self.parked: dict[SequenceKey, int] = {}
-        """KV tokens of each."""
+        self.left: dict[SequenceKey, Left] = {}
+
+    @property
+    def parked(self) -> dict[SequenceKey, int]:
+        """KV tokens of each image that can be exported."""
+        return {key: left.kv for key, left in self.left.items() if left.pinned and left.moving is None}
+
+    def left_by(self, t: TrajectoryId) -> set[SequenceKey]:
+        """What a trajectory has here that no command in the inbox gives up."""
+        given_up = {(order.trajectory_id, order.epoch) for order in self.inbox if isinstance(order, Release)}
+        return {key for key in self.left if key[0] == t} - given_up
 
     def step(self, luck: Random | None, restorable: "set[SegmentId]") -> None:
         while self.inbox and (luck is None or luck.random() < 0.8):
-            self._obey(self.inbox.popleft())
+            self._obey(self.inbox.popleft(), luck)
+        for key, left in list(self.left.items()):
+            self._pass_time(key, left, luck)
         for task in list(self.tasks.values()):
             if luck is None or luck.random() < 0.8:
                 self._advance(task, luck, restorable)
 
-    def _obey(self, command: Start | Stop | Release) -> None:
+    def _obey(self, command: ToWorker, luck: Random | None) -> None:
         match command:
             case Start(assignment=assignment):
                 task = Task(assignment)
@@ -128,18 +160,67 @@ class FakeWorker:
                 if (t, epoch) in self.tasks:
                     self._park(self.tasks[t, epoch])
             case Release(trajectory_id=t, epoch=epoch):
-                if (kv := self.parked.pop((t, epoch), None)) is not None:
-                    pages = -(-kv // PAGE)
-                    self.outbox.append(Freed(trajectory_id=t, epoch=epoch, exclusive_pages=pages, freed_pages=pages))
+                if (t, epoch) in self.left:
+                    self._free((t, epoch))
+            case KeepThere(trajectory_id=t, epoch=epoch, where=where):
+                self._keep((t, epoch), where, luck)
+            case Recall(trajectory_id=t, epoch=epoch):
+                left = self.left.get((t, epoch), Left(kv=0, prompt_tokens=0))
+                left.pinned = True
+                self._tell_parked((t, epoch), left, Recalled)
+
+    def _keep(self, key: SequenceKey, where: Keep, luck: Random | None) -> None:
+        left = self.left.get(key)
+        if left is None:
+            gone = Moved(trajectory_id=key[0], epoch=key[1], where=Keep.DEVICE, kv_tokens=0, error="it is gone")
+            self.outbox.append(gone)
+            return
+        assert left.pinned, "kept where it is not pinned"
+        assert left.moving is None, "moved during a move"
+        left.moving = where
+        if left.tier is where or (luck is not None and luck.random() < 0.3):
+            self._tell_moved(key, left, ok=left.tier is where)
+
+    def _pass_time(self, key: SequenceKey, left: Left, luck: Random | None) -> None:
+        """Moves end; what is kept on the device is evicted; a pinned image that nobody wants is given up."""
+        if left.moving is not None:
+            if luck is None or luck.random() < 0.5:
+                self._tell_moved(key, left, ok=luck is None or luck.random() < 0.8)
+        elif luck is not None and left.pinned and luck.random() < 0.01:
+            self._free(key)
+        elif luck is not None and not left.pinned and left.tier is Keep.DEVICE and luck.random() < 0.1:
+            left.kv = luck.randrange(left.kv + 1)
+
+    def _tell_moved(self, key: SequenceKey, left: Left, *, ok: bool) -> None:
+        assert left.moving is not None
+        left.tier = left.moving if ok else left.tier
+        left.moving, left.pinned = None, False
+        error = None if ok else "no room"
+        self.outbox.append(
+            Moved(trajectory_id=key[0], epoch=key[1], where=left.tier, kv_tokens=left.kv, error=error),
+        )
+
+    def _free(self, key: SequenceKey) -> None:
+        pages = -(-self.left.pop(key).kv // PAGE)
+        self.outbox.append(Freed(trajectory_id=key[0], epoch=key[1], exclusive_pages=pages, freed_pages=pages))
+
+    def _home_of(self, task: Task) -> SequenceKey | None:
+        """What the trajectory left here last, if nothing is under way with it."""
+        keys = [key for key in self.left if key[0] == task.key[0]]
+        last = max(keys, default=None)
+        return last if last is not None and not self.left[last].pinned else None
 
     def _advance(self, task: Task, luck: Random | None, restorable: set[SegmentId]) -> None:
         t, epoch = task.key
         prompt = len(task.assignment.prompt_ids)
         if not task.admitted:
-            restored = task.image.kv_tokens if task.image is not None else 0
-            lost = task.image is not None and not {run.segment for run in task.image.runs} <= restorable
-            if task.image is not None and (lost or (luck is not None and luck.random() < 0.2)):
-                run = luck.choice([None, *task.image.runs]) if luck is not None else None
+            home = self._home_of(task)
+            here = self.left[home].kv if home is not None else 0
+            image = task.image if task.image is not None and task.image.kv_tokens > here else None
+            restored = image.kv_tokens - here if image is not None else 0
+            lost = image is not None and not {run.segment for run in image.runs} <= restorable
+            if image is not None and (lost or (luck is not None and luck.random() < 0.2)):
+                run = luck.choice([None, *image.runs]) if luck is not None else None
                 blamed = (run.node, run.segment) if run is not None else (None, None)
                 failure = RestoreFailed(
                     trajectory_id=t, epoch=epoch, error="damaged", node=blamed[0], segment=blamed[1]
@@ -147,18 +228,25 @@ class FakeWorker:
                 self.outbox.append(failure)
                 task.image = None
                 return
+            on_host = home is not None and self.left.pop(home).tier is Keep.HOST
             task.admitted = True
-            task.kv = restored
-            again = max(0, task.assignment.kv_tokens - restored)
+            task.kv = here + restored
             self.outbox.append(
                 Admitted(
-                    trajectory_id=t, epoch=epoch, cached_tokens=0, restored_tokens=restored, recomputed_tokens=again
+                    trajectory_id=t,
+                    epoch=epoch,
+                    cached_tokens=0 if on_host else here,
+                    loaded_tokens=here if on_host else 0,
+                    restored_tokens=restored,
+                    recomputed_tokens=max(0, task.assignment.kv_tokens - task.kv),
                 )
             )
         elif luck is not None and luck.random() < 0.1:
             task.admitted = False
             task.kv = 0
             self.outbox.append(Preempted(trajectory_id=t, epoch=epoch))
+        elif task.assignment.slice_tokens == 0:
+            self._park(task)
         else:
             value = token(t, task.known)
             news = Columns([value], [-value / 256], [Version(epoch)])
@@ -176,18 +264,24 @@ class FakeWorker:
                 self._park(task)
 
     def _park(self, task: Task) -> None:
+        """What it computed is pinned; so is, if it was never admitted, what it left here before."""
         del self.tasks[task.key]
-        self.parked[task.key] = task.kv
-        t, epoch = task.key
-        keys = tuple(f"{t} {i}".encode() for i in range(task.kv // PAGE))
-        prompt_pages = min(task.kv, len(task.assignment.prompt_ids)) // PAGE
+        home = self._home_of(task) if not task.admitted else None
+        left = Left(kv=task.kv, prompt_tokens=len(task.assignment.prompt_ids))
+        if home is not None:
+            left = self.left.pop(home)
+            left.pinned = True
+        self.left[task.key] = left
+        self._tell_parked(task.key, left, Parked)
+
+    def _tell_parked(self, key: SequenceKey, left: Left, kind: type[Parked]) -> None:
         self.outbox.append(
-            Parked(
-                trajectory_id=t,
-                epoch=epoch,
-                kv_tokens=task.kv,
-                prompt_pages=prompt_pages,
-                page_keys=keys,
+            kind(
+                trajectory_id=key[0],
+                epoch=key[1],
+                kv_tokens=left.kv,
+                prompt_pages=min(left.kv, left.prompt_tokens) // PAGE,
+                page_keys=tuple(f"{key[0]} {i}".encode() for i in range(left.kv // PAGE)),
             )
         )
 
@@ -229,14 +323,28 @@ class World:
         """What the controller knows of that."""
         self.displaced_images = 0
         self.segments = itertools.count(1)
-        self.exports: list[tuple[Export, str | None]] = []
-        """Not yet tried, with the incarnation they are addressed to."""
-        self.answers: list[Exported | ExportFailed] = []
-        self.unanswered: set[SequenceKey] = set()
+        self.orders = itertools.count(1)
+        self.exports: list[tuple[int, Export, str | None]] = []
+        """Not yet tried, by number, with the incarnation they are addressed to."""
+        self.answers: list[tuple[int, Exported | ExportFailed]] = []
+        self.unanswered: dict[int, SequenceKey] = {}
+        self.late: set[SequenceKey] = set()
+        """Exports that the controller was told to have failed before they were answered: another may follow."""
         self.loose: set[TrajectoryId] = set()
         """A pool may have stored something for them that the controller does not know of."""
         self.released: set[SequenceKey] = set()
-        self.started: set[SequenceKey] = set()
+        self.started: dict[SequenceKey, str] = {}
+        """With the incarnation of the worker."""
+        self.promotions = 0
+        """Of these, for their KV only."""
+        self.kept: dict[TrajectoryId, SequenceKey] = {}
+        """What is, or will be, kept on a worker until it is released or its trajectory starts there."""
+        self.used: set[SequenceKey] = set()
+        """What was kept where its trajectory then started."""
+        self.to_hold: set[TrajectoryId] = set()
+        """Those that drivers want to be suspended until they say otherwise."""
+        self.holding: set[TrajectoryId] = set()
+        """Those that have been since."""
         self.delivered: list[Trajectory] = []
         self.returned: list[Trajectory] = []
         """Handed out to nobody: to be handed out again."""
@@ -264,12 +372,17 @@ class World:
     def abort(self, ids: Sequence[TrajectoryId], keep: Keep, then: Then) -> None:
         if then is Then.FINISH:
             self.ended_by_abort |= set(ids)
+        self.to_hold -= set(ids)
+        self.holding -= set(ids) if then is not Then.HOLD else set()
+        self.to_hold |= set(ids) if then is Then.HOLD else set()
         self.now += 1
         ticket, commands = self.controller.abort(ids, keep, then, self.now)
         self.tickets.append(ticket)
         self.carry_out(commands)
 
     def resume(self, ids: Sequence[TrajectoryId]) -> None:
+        self.to_hold -= set(ids)
+        self.holding -= set(ids)
         self.now += 1
         _, commands = self.controller.resume(ids, self.now)
         self.carry_out(commands)
@@ -318,28 +431,58 @@ class World:
                     self.turns[node, t] = turn
                 case Export(worker=worker):
                     self.turns[command.node, command.trajectory_id] = command.turn
-                    self.exports.append((command, self.sites[worker].believed))
-                    self.unanswered.add((command.trajectory_id, command.epoch))
+                    number = next(self.orders)
+                    self.exports.append((number, command, self.sites[worker].believed))
+                    self.unanswered[number] = (command.trajectory_id, command.epoch)
                 case _:
                     self._address(command)
+        for record in self.records:
+            if record.phase is Phase.SUSPENDED:
+                assert record.trajectory_id in self.to_hold, "suspended though nobody asked for that"
+                self.holding.add(record.trajectory_id)
 
-    def _address(self, command: Start | Stop | Release) -> None:
+    def _address(self, command: ToWorker) -> None:
         site = self.sites[command.worker]
         match command:
             case Start(assignment=assignment):
                 key = (assignment.trajectory_id, assignment.epoch)
                 assert key not in self.started
-                self.started.add(key)
                 assert site.believed is not None, "started on a worker that is down"
+                self.started[key] = site.believed
+                self._check_start(key[0], command)
                 wanted = {run.segment for run in assignment.image.runs} if assignment.image is not None else set()
                 assert wanted <= self.stored | self.displaced, "an image was dropped that is needed"
                 assert not wanted & self.told, "started from an image that was displaced"
             case Release(trajectory_id=t, epoch=epoch):
-                assert (t, epoch) not in self.released, "released twice"
-                assert (t, epoch) not in self.unanswered, "released during its export"
-                self.released.add((t, epoch))
+                key = (t, epoch)
+                assert key not in self.released, "released twice"
+                assert key not in self.used, "released though it went on with it"
+                assert key in self.late or key not in self.unanswered.values(), "released during its export"
+                self.released.add(key)
+                if self.kept.get(t) == key:
+                    del self.kept[t]
+            case KeepThere(trajectory_id=t, epoch=epoch):
+                key = (t, epoch)
+                assert key not in self.released, "kept after its release"
+                assert key in self.late or key not in self.unanswered.values(), "kept during its export"
+                assert self.started[key] == site.believed, "kept on another worker than it was left on"
+                self.kept[t] = key
+            case Recall(trajectory_id=t, epoch=epoch):
+                assert self.kept.get(t) == (t, epoch), "recalled though it was not kept"
+                assert self.started[t, epoch] == site.believed, "recalled from another worker than it was left on"
         if site.process is not None and site.process.incarnation == site.believed:
             site.process.inbox.append(command)
+
+    def _check_start(self, t: TrajectoryId, start: Start) -> None:
+        """It starts where it is at home, if anywhere; what is held starts for its KV only, and nothing else does."""
+        for worker, site in self.sites.items():
+            if site.process is not None and site.process.incarnation == site.believed and worker != start.worker:
+                assert not site.process.left_by(t), "started elsewhere than where its KV is kept"
+        if (home := self.kept.pop(t, None)) is not None:
+            self.used.add(home)
+        promoted = start.assignment.slice_tokens == 0
+        assert promoted == (t in self.to_hold), "started though it is held" if not promoted else "not started to run"
+        self.promotions += promoted
 
     @property
     def stored(self) -> set[SegmentId]:
@@ -428,6 +571,10 @@ class World:
         for event in report.events:
             record = records.get(event.trajectory_id)
             over = record is None or not record.on_worker or record.epoch != event.epoch
+            if isinstance(event, Moved | Recalled):
+                kind = Transfer.Kind.KEEP if isinstance(event, Moved) else Transfer.Kind.RECALL
+                transfer = record.transfer if record is not None else None
+                over = transfer is None or (transfer.kind, transfer.epoch) != (kind, event.epoch)
             if over and not isinstance(event, Freed):
                 stale.append(event)
         before = {t: record.snapshot() for t, record in records.items()}
@@ -441,14 +588,16 @@ class World:
         """A pool tries an export, having displaced up to so many images, and its answer is under way."""
         if not self.exports:
             return
-        order, incarnation = self.exports.pop(number % len(self.exports))
+        order_number, order, incarnation = self.exports.pop(number % len(self.exports))
         key = (order.trajectory_id, order.epoch)
         process = self.sites[order.worker].process
         made_room = tuple(self._displace(order) for _ in range(min(displacing, len(self._later_than(order)))))
-        if fail or process is None or process.incarnation != incarnation or key not in process.parked:
-            self.answers.append(ExportFailed(trajectory_id=key[0], epoch=key[1], error="lost", displaced=made_room))
+        kv = process.parked.get(key) if process is not None and process.incarnation == incarnation else None
+        assert kv in (None, order.kv_tokens) or key in self.late
+        if fail or kv != order.kv_tokens:
+            failed = ExportFailed(trajectory_id=key[0], epoch=key[1], error="lost", displaced=made_room)
+            self.answers.append((order_number, failed))
             return
-        assert process.parked[key] == order.kv_tokens
         usable = order.base.kv_tokens // PAGE if order.base is not None else 0
         runs: list[SegmentRun] = []
         for run in order.base.runs if order.base is not None else ():
@@ -463,9 +612,8 @@ class World:
         runs.append(SegmentRun(node=order.node, segment=segment, first=0, pages=pages))
         self.held[order.node, key[0]].add(segment)
         made = Image(runs=tuple(runs), kv_tokens=order.kv_tokens)
-        self.answers.append(
-            Exported(trajectory_id=key[0], epoch=key[1], image=made, sent_bytes=pages, displaced=made_room)
-        )
+        done = Exported(trajectory_id=key[0], epoch=key[1], image=made, sent_bytes=pages, displaced=made_room)
+        self.answers.append((order_number, done))
 
     def _later_than(self, order: Export) -> list[TrajectoryId]:
         """Who has an image in the pool of an export that is needed later, the last one first."""
@@ -487,16 +635,17 @@ class World:
         """The answer to an export arrives; `timed_out`: after the controller was told that it failed, or `lost`."""
         if not self.answers:
             return
-        answer = self.answers.pop(number % len(self.answers))
+        order_number, answer = self.answers.pop(number % len(self.answers))
         key = (answer.trajectory_id, answer.epoch)
-        self.unanswered.discard(key)
+        self.unanswered.pop(order_number, None)
         if timed_out:
+            self.late.add(key)
             self.loose.add(key[0])
             if lost:
                 self.loose |= {displaced.trajectory_id for displaced in answer.displaced}
             self.handle(ExportFailed(trajectory_id=key[0], epoch=key[1], error="late"))
             if not lost:
-                self.answers.append(answer)
+                self.answers.append((order_number, answer))
         else:
             for _ in range(1 + twice):
                 self.told |= {segment for displaced in answer.displaced for segment in displaced.segments}
@@ -523,16 +672,26 @@ class World:
             assert list(record.columns.ids) == [token(record.trajectory_id, i) for i in range(count)]
             assert count <= self.budgets[record.trajectory_id]
             assert record.phase != "queued" or any(not site.gone for site in self.sites.values()) or not self.settled
+            assert (record.transfer is not None) == (record.phase is Phase.SUSPENDING)
+            assert record.home is None or record.phase in (Phase.QUEUED, Phase.SUSPENDED, Phase.SUSPENDING)
         self._check_pools(records)
+        self._check_holds(records)
 
     @property
     def settled(self) -> bool:
         """Whether the controller knows all that happened to the workers."""
         return not any(site.notices for site in self.sites.values())
 
+    def _check_holds(self, records: list[Record]) -> None:
+        """Groups with a held member are not coming, whatever is under way with its KV."""
+        held = {record.group_id for record in records if record.trajectory_id in self.holding and not record.over}
+        groups = {record.group_id for record in records}
+        returned = {trajectory.group_id for trajectory in self.returned}
+        assert self.controller.coming_groups == len(groups) - len(held) + len(returned)
+
     def _check_pools(self, records: list[Record]) -> None:
         """The pools hold what live images need, and but for exports under way nothing else."""
-        under_way = {key[0] for key in self.unanswered} | self.loose
+        under_way = {key[0] for key in self.unanswered.values()} | self.loose
         needed: defaultdict[tuple[NodeId, TrajectoryId], set[SegmentId]] = defaultdict(set)
         for record in records:
             for run in record.pooled.image.runs if record.pooled.image is not None else ():
@@ -545,34 +704,44 @@ class World:
                 assert self.turns[run.node, record.trajectory_id] == record.turn
 
     def finish(self) -> None:
-        """No more faults: whatever was submitted is delivered, once and whole, and nothing is left behind."""
+        """No more faults: aborts end, what was submitted is delivered, once and whole, and nothing is left behind."""
+        for _ in range(PATIENCE):
+            if all(ticket.done for ticket in self.tickets) and self._quiet():
+                break
+            self._go_on()
+        assert all(ticket.done for ticket in self.tickets)
+        assert {record.phase for record in self.records} <= {Phase.SUSPENDED, Phase.FINISHED, Phase.FAILED}
         for _ in range(PATIENCE):
             if len(self.delivered) == len(self.budgets) and self._quiet():
                 break
             self.resume([record.trajectory_id for record in self.records])
-            for worker in WORKERS:
-                self.notice(worker)
-                self.step(worker, None)
-                self.post(worker)
-                self.relay(worker)
-            self.export(0, fail=False)
-            self.answer(0)
+            self._go_on()
             self.take(99)
-            self.check()
         assert sorted(trajectory.trajectory_id for trajectory in self.delivered) == sorted(self.budgets)
         assert self._quiet()
         assert not self.returned
         assert all(ticket.done and not ticket.report().unreached for ticket in self.tickets)
         assert not any(self.held.values())
         for site in self.sites.values():
-            assert site.process is None or not (site.process.tasks or site.process.parked)
+            assert site.process is None or not (site.process.tasks or site.process.left)
         self._check_deliveries()
+
+    def _go_on(self) -> None:
+        for worker in WORKERS:
+            self.notice(worker)
+            self.step(worker, None)
+            self.post(worker)
+            self.relay(worker)
+        self.export(0, fail=False)
+        self.answer(0)
+        self.check()
 
     def _quiet(self) -> bool:
         sites = self.sites.values()
         processes = [site.process for site in sites if site.process is not None]
         return not (
-            any(process.inbox or process.outbox for process in processes)
+            any(process.inbox or process.outbox or process.tasks for process in processes)
+            or any(left.moving for process in processes for left in process.left.values())
             or any(site.mail or site.notices for site in sites)
             or self.exports
             or self.answers
@@ -601,5 +770,5 @@ class World:
         assert counters.tokens == sum(len(trajectory.output_ids) for trajectory in self.delivered)
         assert counters.suspensions == sum(trajectory.suspensions for trajectory in self.delivered)
         again = sum(max(0, len(trajectory.workers) - 1) for trajectory in self.delivered)
-        assert counters.resumes + counters.restarts == again
+        assert counters.resumes + counters.restarts == again - self.promotions
         assert len(self.started) == sum(len(trajectory.workers) for trajectory in self.delivered)
