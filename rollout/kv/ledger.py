@@ -20,6 +20,7 @@ from enum import StrEnum
 from rollout.errors import PoolFullError, SegmentMissingError
 from rollout.kv.displacement import StoredImage, choose_victims
 from rollout.kv.keys import PageKey
+from rollout.kv.leases import Leases
 from rollout.types import SegmentId, TrajectoryId, Turn
 
 
@@ -43,7 +44,6 @@ class _Entry:
     """Names of its whole pages, in order."""
     holders: set[TrajectoryId] = field(default_factory=set)
     claims: set[int] = field(default_factory=set)
-    leases: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,13 +63,6 @@ class _Claim:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Lease:
-    deadline: float
-    segments: tuple[SegmentId, ...] = ()
-    copied: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
     """Where a page is."""
 
@@ -86,7 +79,6 @@ class PoolLedger:
         self.reserved = 0
         self.stored = 0
         self.still_read = 0
-        self.copied = 0
         self.refused = 0
         self.refused_copies = 0
         self.displaced = 0
@@ -100,8 +92,7 @@ class PoolLedger:
         self._images: dict[TrajectoryId, _Image] = {}
         self._claims: dict[int, _Claim] = {}
         self._claim_ids = itertools.count(1)
-        self._leases: dict[int, _Lease] = {}
-        self._lease_ids = itertools.count(first_lease)
+        self._leases = Leases(first_lease)
 
     @property
     def segments(self) -> int:
@@ -115,6 +106,10 @@ class PoolLedger:
     @property
     def images(self) -> int:
         return len(self._images)
+
+    @property
+    def copied(self) -> int:
+        return self._leases.copied
 
     @property
     def free(self) -> int:
@@ -278,9 +273,7 @@ class PoolLedger:
         for segment in segments:
             if segment not in self._live:
                 raise SegmentMissingError(f"segment {segment} is not in the pool")
-        for segment in segments:
-            self._live[segment].leases += 1
-        return self._open_lease(_Lease(deadline=deadline, segments=tuple(segments)))
+        return self._leases.read(segments, deadline)
 
     def lease_copy(self, nbytes: int, deadline: float) -> int:
         """Room for a copy of what another node's pool holds, until the lease is closed or `deadline`.
@@ -291,26 +284,18 @@ class PoolLedger:
         if over > self.free:
             self.refused_copies += 1
             raise PoolFullError(f"a copy of {nbytes} bytes asked for, {self.free} of {self.budget} are free")
-        self.copied += nbytes
-        return self._open_lease(_Lease(deadline=deadline, copied=nbytes))
+        return self._leases.copy(nbytes, deadline)
 
     def close_lease(self, lease: int) -> None:
         """The reader is done; closing twice is harmless."""
-        closed = self._leases.pop(lease, None)
-        if closed is None:
-            return
-        self.copied -= closed.copied
-        for segment in closed.segments:
-            entry = self._live.get(segment) or self._dropped[segment]
-            entry.leases -= 1
-            if not entry.leases and segment in self._dropped:
-                del self._dropped[segment]
-                self.still_read -= entry.nbytes
+        for segment in self._leases.close(lease):
+            if segment in self._dropped:
+                self.still_read -= self._dropped.pop(segment).nbytes
                 self._gone.append(segment)
 
     def expire(self, now: float) -> None:
         """Close the leases whose deadline has passed."""
-        for lease in [lease for lease, opened in self._leases.items() if opened.deadline <= now]:
+        for lease in self._leases.late(now):
             self.close_lease(lease)
 
     def audit(self) -> None:
@@ -319,7 +304,7 @@ class PoolLedger:
         assert self.still_read == sum(entry.nbytes for entry in self._dropped.values()), self.still_read
         assert self.reserved == sum(claim.reserved for claim in self._claims.values()), self.reserved
         assert all(claim.reserved >= 0 for claim in self._claims.values()), "an export stored more than it reserved"
-        assert self.copied == sum(lease.copied for lease in self._leases.values()), self.copied
+        self._leases.audit(self.known)
         assert self.free >= 0, (self.stored, self.reserved, self.still_read, self.copied, self.budget)
         assert all(entry.holders or entry.claims for entry in self._live.values()), "a segment is held by nobody"
         assert all(image.segments and image.kv_tokens > 0 for image in self._images.values()), "an image of nothing"
@@ -332,10 +317,7 @@ class PoolLedger:
             for index, key in enumerate(entry.keys):
                 places.setdefault(key, {})[segment] = index
         assert places == self._places, "names and segments differ"
-        leases = Counter(segment for lease in self._leases.values() for segment in lease.segments)
-        entries = self._live | self._dropped
-        assert leases == Counter({segment: entry.leases for segment, entry in entries.items() if entry.leases}), leases
-        assert all(entry.leases for entry in self._dropped.values()), "a dropped segment is read by nobody"
+        assert all(self._leases.reads(segment) for segment in self._dropped), "a dropped segment is read by nobody"
         assert not any(entry.holders or entry.claims for entry in self._dropped.values()), "a dropped segment is held"
 
     def _choose_victims(self, need: int, turn: Turn) -> list[TrajectoryId]:
@@ -350,22 +332,19 @@ class PoolLedger:
             )
             for trajectory, image in self._images.items()
         ]
-        freeable = {s: 0 if entry.claims or entry.leases else entry.nbytes for s, entry in self._live.items()}
+        freeable = {
+            segment: 0 if entry.claims or self._leases.reads(segment) else entry.nbytes
+            for segment, entry in self._live.items()
+        }
         return choose_victims(images, freeable, need=need, turn=turn)
 
     def _is_read_for(self, trajectory: TrajectoryId, segment: SegmentId) -> bool:
         """Whether a reader has this open, and it can only be the trajectory's."""
-        entry = self._live[segment]
-        return entry.leases > 0 and entry.holders == {trajectory}
+        return self._leases.reads(segment) and self._live[segment].holders == {trajectory}
 
     def _reserve(self, claim: int, nbytes: int) -> None:
         self.reserved += nbytes - self._claims[claim].reserved
         self._claims[claim].reserved = nbytes
-
-    def _open_lease(self, lease: _Lease) -> int:
-        number = next(self._lease_ids)
-        self._leases[number] = lease
-        return number
 
     def _drop_unless_held(self, segment: SegmentId, reason: DropReason) -> None:
         entry = self._live[segment]
@@ -379,7 +358,7 @@ class PoolLedger:
                 del self._places[key]
         self.stored -= entry.nbytes
         self.dropped[reason] += 1
-        if entry.leases:
+        if self._leases.reads(segment):
             self.still_read += entry.nbytes
             self._dropped[segment] = entry
         else:
