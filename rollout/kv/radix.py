@@ -330,6 +330,8 @@ class RadixTree:
     def _common(self, edge: bytes, key: bytes, start: int, end: int) -> int:
         """Bytes of the whole pages at which `edge` equals `key` from `start`, looking at nothing from `end` on."""
         length = min(len(edge), end - start)
+        if length == self._page_bytes:  # by which it was found
+            return length
         if edge[:length] == key[start : start + length]:
             return length
         low, high = 1, length // self._page_bytes  # pages below low are equal, the first `high` are not
