@@ -106,7 +106,7 @@ def assemble(
         write=host.write,
         prefer_shared=config.eviction == "shared_first",
     )
-    images = Images(cache, root_key(fingerprint), deterministic=config.deterministic, tail_hold_s=config.tail_hold_s)
+    images = Images(cache, tail_hold_s=config.tail_hold_s)
     rates = Rates(storage.token_bytes, host.load_back_tokens)
     max_context = min(spec.max_context_tokens, config.max_context_tokens or sys.maxsize, pages * kernel.page_tokens)
     engine = Engine(
@@ -116,6 +116,7 @@ def assemble(
         images=images,
         copier=Copier(storage, wake=wake),
         rates=rates,
+        root=root_key(fingerprint),
         restorer=Restorer(storage, fingerprint, reader, timeout_s=restore_timeout_s, wake=wake),
         vocab_size=spec.vocab_size,
         eos_ids=spec.eos_token_ids,

@@ -27,6 +27,7 @@ from rollout.errors import DeadlineError, InvalidPromptError, KVError, PromptToo
 from rollout.kv.cache import KVCache
 from rollout.kv.copier import Copier
 from rollout.kv.fence import Fence
+from rollout.kv.keys import PageKey, PageNames
 from rollout.kv.restore import Restorer
 from rollout.kv.tiers import PageRef, Tier
 from rollout.metrics import EngineStats
@@ -46,6 +47,7 @@ class Engine:
         copier: Copier,
         restorer: Restorer,
         rates: Rates,
+        root: PageKey,
         vocab_size: int,
         eos_ids: tuple[int, ...],
         max_context: int,
@@ -61,6 +63,7 @@ class Engine:
         self._copier = copier
         self._restorer = restorer
         self._rates = rates
+        self._root = root
         self._vocab_size = vocab_size
         self._eos_ids = eos_ids
         self._max_context = max_context
@@ -101,6 +104,12 @@ class Engine:
             eos_ids=self._eos_ids,
             max_context=max_context,
             deterministic=self._deterministic,
+            names=PageNames(
+                self._root,
+                page_tokens=self._cache.page_tokens,
+                weights_id=self._weights_id,
+                prefilled=len(prompt) if self._deterministic else None,
+            ),
             weights_id=self._weights_id,
         )
         assert sequence.key not in self._sequences, f"{sequence.key} submitted twice"
@@ -262,10 +271,13 @@ class Engine:
         for chunk in plan.prefill:
             chunk.sequence.advance(chunk.end - chunk.start)
             self._prefilled += chunk.end - chunk.start
+            chunk.sequence.names.of(chunk.sequence.tokens, chunk.sequence.computed // self._cache.page_tokens)
             self._scheduler.share(chunk.sequence)
         for sequence in plan.decode:
             sequence.advance(1)
             self._decoded += 1
+            if sequence.computed % self._cache.page_tokens == 0:  # so that parking it has nothing left to hash
+                sequence.names.of(sequence.tokens, sequence.computed // self._cache.page_tokens)
         for draw in draws:
             sequence = draw.sequence
             if math.isnan(draw.logprob):

@@ -13,7 +13,6 @@ from rollout.control.messages import Freed, Moved, Parked, Recalled, WorkerEvent
 from rollout.engine.sequence import Sequence
 from rollout.kv import kept
 from rollout.kv.cache import KVCache
-from rollout.kv.keys import PageKey, page_keys
 from rollout.kv.tiers import PageRef, Tier
 from rollout.types import Keep, SequenceKey, TrajectoryId
 
@@ -32,10 +31,8 @@ class _Left:
 class Images:
     """One thread's: the engine's."""
 
-    def __init__(self, cache: KVCache, root: PageKey, *, deterministic: bool, tail_hold_s: float) -> None:
+    def __init__(self, cache: KVCache, *, tail_hold_s: float) -> None:
         self._cache = cache
-        self._root = root
-        self._deterministic = deterministic
         self._tail_hold_s = tail_hold_s
         self._left: dict[SequenceKey, _Left] = {}
         self._latest: dict[TrajectoryId, SequenceKey] = {}
@@ -71,14 +68,7 @@ class Images:
             epoch=sequence.epoch,
             kv_tokens=image.tokens,
             prompt_pages=min(image.tokens, sequence.prompt_tokens) // page_tokens,
-            page_keys=page_keys(
-                self._root,
-                sequence.tokens,
-                pages=image.tokens // page_tokens,
-                page_tokens=page_tokens,
-                weights_id=sequence.weights_id,
-                prefilled=sequence.prompt_tokens if self._deterministic else None,
-            ),
+            page_keys=sequence.names.of(sequence.tokens, image.tokens // page_tokens),
         )
         self._left[sequence.key] = _Left(image=image, parked=parked, prompt_tokens=sequence.prompt_tokens)
         self._latest[sequence.trajectory_id] = sequence.key

@@ -12,6 +12,7 @@ from enum import StrEnum
 from rollout.control.messages import Assignment
 from rollout.kv.cache import Holding
 from rollout.kv.chain import Chain, ChainValues
+from rollout.kv.keys import PageNames
 from rollout.types import Columns, FinishReason, SequenceKey, TrajectoryId, Version
 
 
@@ -37,6 +38,7 @@ class Sequence:
         "kv_seen",
         "loadable",
         "max_total",
+        "names",
         "restoring",
         "slice_end",
         "status",
@@ -52,12 +54,14 @@ class Sequence:
         eos_ids: tuple[int, ...],
         max_context: int,
         deterministic: bool,
+        names: PageNames,
         weights_id: str,
     ) -> None:
         sampling = assignment.sampling
         self.assignment = assignment
         self.columns = Columns(assignment.output.ids, assignment.output.logprobs, assignment.output.versions)
         self.tokens = array("i", [*assignment.prompt_ids, *assignment.output.ids])
+        self.names = names
         self.weights_id = weights_id
         self.deterministic = deterministic
         self.max_total = min(max_context, len(assignment.prompt_ids) + sampling.max_new_tokens)

@@ -1,11 +1,12 @@
 """Aborts in every stage give the exact tokens so far, leak no page, and the rest of the run is as if alone."""
 
+import hashlib
 from pathlib import Path
 
 import pytest
 
 from rollout.control.messages import Preempted
-from rollout.types import FinishReason, Keep, Phase, SamplingParams, Then, Trajectory
+from rollout.types import FinishReason, Keep, Phase, SamplingParams, Then, Trajectory, TrajectoryId
 from tests.engine.test_parity import prompts
 from tests.local_service import LocalService
 from tests.tiny_models import make_tiny_llama
@@ -243,4 +244,27 @@ def test_columns_stay_aligned_after_every_suspension(path: Path) -> None:
         count = len(snapshot.output_ids)
         assert len(snapshot.logprobs) == sum(run.tokens for run in snapshot.versions) == count
     assert record.suspensions == 6
+    service.close()
+
+
+def test_64_aborts_in_one_step_hash_no_page_that_was_hashed_before(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Case A8: what an abort costs the engine's thread does not grow with the length of the sequence."""
+    service = LocalService(path, workers=1, max_running=64, kv_bytes=64 << 20)
+    for index, prompt in enumerate(prompts(64, lengths=(200,))):
+        service.submit(f"p{index}", prompt, SamplingParams(max_new_tokens=64, ignore_eos=True))
+    names = [TrajectoryId(f"p{index}/0") for index in range(64)]
+    service.step_until(lambda: all(len(service.record(name).columns) >= 20 for name in names))
+    hashed: list[bytes] = []
+    blake2b = hashlib.blake2b
+
+    def counting(data: bytes, **sizes: int) -> object:
+        hashed.append(data)
+        return blake2b(data, **sizes)
+
+    monkeypatch.setattr("rollout.kv.keys.hashlib.blake2b", counting)
+    service.abort(*names, keep=Keep.DEVICE)
+    assert hashed == []
+    service.step_until(lambda: all(service.phase(name) is Phase.SUSPENDED for name in names))
+    assert hashed == []
+    assert all(len(service.record(name).columns) < 64 for name in names)
     service.close()

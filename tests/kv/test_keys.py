@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.kv.keys import KEY_BYTES, Fingerprint, PageKey, page_keys, root_key
+from rollout.kv.keys import KEY_BYTES, Fingerprint, PageKey, PageNames, root_key
 
 ROOT = root_key(Fingerprint("model"))
 PAGE = 4
@@ -14,7 +14,7 @@ TOKENS = list(range(100, 112))
 def keys(
     tokens: list[int], *, root: PageKey = ROOT, weights_id: str = "w", page_tokens: int = PAGE
 ) -> tuple[PageKey, ...]:
-    return page_keys(root, tokens, pages=len(tokens) // page_tokens, page_tokens=page_tokens, weights_id=weights_id)
+    return PageNames(root, page_tokens=page_tokens, weights_id=weights_id).of(tokens, len(tokens) // page_tokens)
 
 
 def test_a_name_is_the_same_in_every_process() -> None:
@@ -29,8 +29,11 @@ def test_a_name_is_the_same_in_every_process() -> None:
 @given(st.lists(st.integers(0, 2**40), max_size=20), st.integers(0, 5))
 def test_names_of_a_prefix_are_the_prefix_of_the_names(tokens: list[int], pages: int) -> None:
     pages = min(pages, len(tokens) // PAGE)
-    shorter = page_keys(ROOT, tokens, pages=pages, page_tokens=PAGE, weights_id="w")
+    names = PageNames(ROOT, page_tokens=PAGE, weights_id="w")
+    shorter = names.of(tokens[: pages * PAGE], pages)
     assert shorter == keys(tokens)[:pages]
+    assert names.of(tokens, len(tokens) // PAGE) == keys(tokens)
+    assert names.of(tokens, pages) == shorter
     assert all(len(key) == KEY_BYTES for key in shorter)
 
 
@@ -60,7 +63,7 @@ def test_weights_model_page_size_and_position_are_part_of_the_name() -> None:
 @given(prefilled=st.integers(0, 12), other=st.integers(0, 12))
 def test_pages_with_decoded_positions_are_named_by_where_prefill_ended(prefilled: int, other: int) -> None:
     def split(at: int | None) -> tuple[PageKey, ...]:
-        return page_keys(ROOT, TOKENS, pages=3, page_tokens=PAGE, weights_id="w", prefilled=at)
+        return PageNames(ROOT, page_tokens=PAGE, weights_id="w", prefilled=at).of(TOKENS, 3)
 
     whole = prefilled // PAGE
     assert split(prefilled)[:whole] == split(None)[:whole] == keys(TOKENS)[:whole]
@@ -72,4 +75,4 @@ def test_pages_with_decoded_positions_are_named_by_where_prefill_ended(prefilled
 
 def test_more_pages_than_tokens_asserts() -> None:
     with pytest.raises(AssertionError):
-        page_keys(ROOT, TOKENS, pages=4, page_tokens=PAGE, weights_id="w")
+        PageNames(ROOT, page_tokens=PAGE, weights_id="w").of(TOKENS, 4)
