@@ -7,10 +7,12 @@ import numpy as np
 import torch
 
 from rollout.errors import SegmentMissingError
+from rollout.kv.fence import Passed
 from rollout.kv.image import Buffer, describe
 from rollout.kv.keys import Fingerprint
 from rollout.kv.restore import Segment
 from rollout.kv.storage import KVStorage
+from rollout.kv.tiers import PageRef, Tier
 from rollout.types import Image, NodeId, SegmentId, SegmentRun
 
 PAGE = 4
@@ -20,10 +22,19 @@ DTYPES = [torch.float32, torch.bfloat16]
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 
 
-def make_storage(pages: int, *, seed: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> KVStorage:
+def make_storage(
+    pages: int,
+    *,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    host_pages: int = 0,
+    kind: type[KVStorage] = KVStorage,
+) -> KVStorage:
     """A storage whose every byte is random."""
-    storage = KVStorage(
+    storage = kind(
         pages=pages,
+        host_pages=host_pages,
         layers=LAYERS,
         page_tokens=PAGE,
         kv_heads=HEADS,
@@ -32,13 +43,19 @@ def make_storage(pages: int, *, seed: int, dtype: torch.dtype = torch.float32, d
         device=torch.device(device),
     )
     random = torch.Generator().manual_seed(seed)
-    storage.pages.copy_(torch.randn(storage.pages.shape, generator=random))
+    for tensor in (storage.pages, storage.host_pages):
+        tensor.copy_(torch.randn(tensor.shape, generator=random))
     return storage
 
 
-def page_bytes(storage: KVStorage, page: int, tokens: int = PAGE) -> bytes:
+def on_device(pages: Sequence[int]) -> list[PageRef]:
+    return [(Tier.DEVICE, page) for page in pages]
+
+
+def page_bytes(storage: KVStorage, page: int, tokens: int = PAGE, tier: Tier = Tier.DEVICE) -> bytes:
     """The bytes of the first `tokens` tokens of a page, layer by layer, keys before values."""
-    parts = [storage.pages[page, layer, kv, :tokens] for layer in range(LAYERS) for kv in range(2)]
+    pages = storage.pages if tier is Tier.DEVICE else storage.host_pages
+    parts = [pages[page, layer, kv, :tokens] for layer in range(LAYERS) for kv in range(2)]
     return b"".join(part.cpu().contiguous().view(torch.uint8).numpy().tobytes() for part in parts)
 
 
@@ -49,7 +66,7 @@ def tokens_in(index: int, tokens: int) -> int:
 
 def make_segment(storage: KVStorage, pages: Sequence[int], tokens: int) -> Segment:
     """The segment that an export of `pages` makes, in memory of its own that cannot be written."""
-    buffers: list[Buffer] = [np.array(buffer) for buffer in storage.gather(pages, tokens)]
+    buffers: list[Buffer] = [np.array(buffer) for buffer in storage.gather(on_device(pages), tokens, Passed())]
     for buffer in buffers:
         buffer.flags.writeable = False
     manifest = describe(

@@ -31,6 +31,12 @@ def test_giving_back_what_is_not_owned_asserts(page: int) -> None:
         pages.give([page])
 
 
+def test_a_tier_may_have_no_pages() -> None:
+    pages = PageAllocator(0)
+    assert pages.take(1) is None
+    assert pages.take(0) == []
+
+
 def test_giving_back_twice_asserts() -> None:
     pages = PageAllocator(2)
     taken = pages.take(1)

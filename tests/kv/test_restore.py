@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from rollout.errors import DeadlineError, KVError, PoolFullError, SegmentDamagedError, SegmentMissingError
+from rollout.kv.fence import Passed
 from rollout.kv.keys import Fingerprint
 from rollout.kv.restore import Restored, Restorer, Segment
 from rollout.types import Image, SegmentRun, SequenceKey, TrajectoryId
@@ -53,7 +54,7 @@ class Bench:
 
     def restore(self, image: Image, first_page: int, pages: Sequence[int], key: SequenceKey = KEY) -> Restored:
         """Submit, wait until woken, and return the one report."""
-        self.restorer.submit(key, image, first_page, pages)
+        self.restorer.submit(key, image, first_page, pages, Passed())
         self.woken.get(timeout=PATIENCE_S)
         (restored,) = self.restorer.poll()
         assert self.restorer.poll() == []
@@ -165,7 +166,7 @@ def test_what_a_reader_may_raise_becomes_the_error_of_the_report(bench: Bench, e
 
 def test_an_error_that_no_reader_may_raise_is_raised_by_poll(bench: Bench) -> None:
     bench.reader.error = OSError("broken")
-    bench.restorer.submit(KEY, IMAGE, 0, SOURCES)
+    bench.restorer.submit(KEY, IMAGE, 0, SOURCES, Passed())
     bench.woken.get(timeout=PATIENCE_S)
     with pytest.raises(OSError, match="broken"):
         bench.restorer.poll()
@@ -289,7 +290,7 @@ class Queue:
         assert self.reader.entered.wait(PATIENCE_S)
 
     def submit(self, key: SequenceKey, page: int) -> None:
-        self.restorer.submit(key, make_image(PAGE, run("prompt", 0, 1)), 0, [page])
+        self.restorer.submit(key, make_image(PAGE, run("prompt", 0, 1)), 0, [page], Passed())
 
     def finish(self, count: int) -> list[Restored]:
         """Open the gate and wait for `count` reports; there are no more."""
@@ -375,7 +376,7 @@ def test_restores_are_reported_once_each_when_they_are_complete(bench: Bench) ->
     keys: list[SequenceKey] = [(TrajectoryId(f"g/{i}"), 1) for i in range(3)]
     whole, broken = make_image(PAGE, run("prompt", 0, 1)), make_image(PAGE, run("nothing", 0, 1))
     for key, image, page in zip(keys, [whole, broken, whole], [1, 2, 3], strict=True):
-        restorer.submit(key, image, 0, [page])
+        restorer.submit(key, image, 0, [page], Passed())
     assert gate.entered.wait(PATIENCE_S)
     assert restorer.poll() == []
     gate.gate.set()
@@ -397,7 +398,7 @@ def test_closing_waits_for_the_restore_at_work_and_starts_no_other(bench: Bench)
     # Woken first by a restore that is cancelled.
     restorer = Restorer(bench.target, FINGERPRINT, gate, timeout_s=PATIENCE_S, wake=gate.gate.set)
     for page in (1, 2, 3):
-        restorer.submit((TrajectoryId(f"g/{page}"), 1), make_image(PAGE, run("prompt", 0, 1)), 0, [page])
+        restorer.submit((TrajectoryId(f"g/{page}"), 1), make_image(PAGE, run("prompt", 0, 1)), 0, [page], Passed())
     assert gate.entered.wait(PATIENCE_S)
     restorer.close()
     assert (len(gate.opened), gate.closed) == (1, 1)

@@ -1,0 +1,480 @@
+"""A worker's cache and tensors with trajectories that use them as an engine would, and all that must hold then.
+
+Copies, exports and restores are under way until somebody says that they are over, in whatever order. Every
+page that anybody may read holds what the model of `contents` says, every page that nobody owns is poisoned.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollout.config import WritePolicy
+from rollout.kv.cache import Holding, KVCache, Stored
+from rollout.kv.fence import Passed
+from rollout.kv.kept import Kept
+from rollout.kv.radix import edge_bytes
+from rollout.kv.tiers import Copy, PageRef, Tier
+from rollout.types import TrajectoryId
+from tests.kv.claims import claims_of_image, claims_of_pages, claims_of_tree
+from tests.kv.contents import POISON, Contents
+
+PAGE = 2
+TAIL_HOLD_S = 5.0
+Rows = NDArray[np.int32]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Pooled:
+    """An image in the pool: one buffer and one part of the shadow for each page."""
+
+    weights_id: str
+    tokens: int
+    buffers: list[NDArray[np.uint8]]
+    shadow: bytes
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Run:
+    """A sequence on the worker."""
+
+    holding: Holding
+    kv: int
+    """Positions that have KV, once nothing is on its way."""
+    restoring: tuple[Pooled, int, list[int]] | None = None
+    """What is being read from the pool, from which page on, and where to."""
+    given_up: bool = False
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.holding.loads) or self.restoring is not None
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Trajectory:
+    name: TrajectoryId
+    tokens: list[int]
+    """The last one has no KV."""
+    run: Run | None = None
+    image: Kept | None = None
+    pooled: Pooled | None = None
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Export:
+    trajectory: Trajectory
+    image: Kept
+    refs: tuple[PageRef, ...]
+    pooled: Pooled
+    """Its whole pages are views of the worker's memory."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Flight:
+    copy: Copy
+    source: Rows
+    """The bytes that it must copy."""
+    executed: bool = False
+
+
+class TierWorld:
+    """The methods are what may happen; each leaves everything consistent, which `check` asserts."""
+
+    def __init__(self, *, device_pages: int, host_pages: int, write: WritePolicy, prefer_shared: bool) -> None:
+        self.cache = KVCache(device_pages, PAGE, host_pages=host_pages, write=write, prefer_shared=prefer_shared)
+        self.contents = Contents(device_pages=device_pages, host_pages=host_pages, page_tokens=PAGE)
+        self.weights = 0
+        self.now = 0.0
+        self.trajectories: list[Trajectory] = []
+        self.runs: list[Run] = []
+        self.flights: list[Flight] = []
+        self.exports: list[Export] = []
+        self.outdated: list[Kept] = []
+        """Images that are to be dropped as soon as nothing reads or moves them."""
+        self.moving: dict[Kept, Tier] = {}
+        self.hits = dict.fromkeys(Tier, 0)
+        self.misses = dict.fromkeys(Tier, 0)
+        self.ended = dict.fromkeys(Tier, 0)
+        """Pages of the tree whose copies into a tier are over."""
+        self.serial = 0
+        self.texts: dict[TrajectoryId, list[int]] = {}
+        """Tokens of everybody who was ever here."""
+        self._owned: dict[Tier, set[int]] = {tier: set(range(1, self.cache.tiered.total(tier) + 1)) for tier in Tier}
+        """As of the last look; at first all pages count, so that all are poisoned."""
+
+    @property
+    def weights_id(self) -> str:
+        return f"w{self.weights}"
+
+    def key(self, tokens: list[int], pages: int) -> bytes:
+        return edge_bytes(tokens[: pages * PAGE])
+
+    # Sequences ----------------------------------------------------------------------------------------
+
+    def submit(self, prompt: tuple[int, ...]) -> None:
+        self.serial += 1
+        trajectory = Trajectory(name=TrajectoryId(f"t{self.serial}"), tokens=[*prompt])
+        self.texts[trajectory.name] = trajectory.tokens
+        self.trajectories.append(trajectory)
+
+    def stored(self, tokens: list[int], pages: int) -> Stored:
+        """What the tree says it has; looking changes nothing."""
+        before = [(node, node.used_at, node.hits, node.owner) for node in self.cache._tree.nodes()]
+        found = self.cache.stored(self.weights_id, self.key(tokens, pages), pages)
+        assert [(node, node.used_at, node.hits, node.owner) for node in self.cache._tree.nodes()] == before
+        assert found.evictable <= found.device <= found.device + found.host <= pages
+        return found
+
+    def admit(self, trajectory: Trajectory, *, from_host: bool, from_pool: bool) -> None:
+        """Begin or continue a trajectory with what there is of its KV, if there is room for all it needs."""
+        cache, tokens = self.cache, trajectory.tokens
+        wanted, pages = (len(tokens) - 1) // PAGE, cache.pages_for(len(tokens))
+        found = self.stored(tokens, wanted)
+        if found.arriving:
+            return
+        image = self.idle(trajectory)
+        mine = image is not None and image.weights_id == self.weights_id
+        if mine and image.tier is Tier.HOST:
+            assert found.device + found.host >= image.tokens // PAGE, "an image on the host lost pages"
+        ready = found.device + found.host if from_host else found.device
+        tail = image if mine and image.tail and image.tokens // PAGE == ready else None
+        key, available = self.key(tokens, ready), cache.available
+        holding = cache.open(trajectory.name, self.weights_id, key, found.device)
+        assert len(holding.table) == holding.shared == found.device
+        assert cache.available == available - found.evictable, "what opening costs is not what looking said"
+        room = pages - found.device
+        if tail is not None:
+            room -= Tier.DEVICE in tail.tail
+            cache.kept.hold_tail(tail, held=True)
+        roomy = cache.load(holding, key, ready, room=room) if ready > found.device else cache.make_room(room)
+        if not roomy:
+            assert not holding.loads
+            cache.close(holding)
+            if tail is not None:
+                cache.kept.hold_tail(tail, held=False)
+            return
+        self.count(found, wanted)
+        run = Run(holding=holding, kv=ready * PAGE)
+        self.runs.append(run)
+        trajectory.run = run
+        if tail is not None:
+            run.kv = tail.tokens
+            cache.adopt(tail, holding)
+            trajectory.image = None
+        elif image is not None:
+            cache.kept.forget(image)
+            trajectory.image = None
+        pooled = trajectory.pooled
+        if tail is None and from_pool and pooled is not None and pooled.weights_id == self.weights_id:
+            self.restore(run, pooled)
+        assert cache.grow(holding, pages), "room that was made is gone"
+
+    def count(self, found: Stored, wanted: int) -> None:
+        self.cache.count(found, wanted)
+        self.hits[Tier.DEVICE] += found.device
+        self.hits[Tier.HOST] += found.host
+        self.misses[Tier.DEVICE] += wanted - found.device
+        self.misses[Tier.HOST] += wanted - found.device - found.host
+
+    def restore(self, run: Run, pooled: Pooled) -> None:
+        first, pages = len(run.holding.table), self.cache.pages_for(pooled.tokens)
+        if first < pages:
+            assert self.cache.grow(run.holding, pages, reserved=True), "room that was made is gone"
+            run.restoring = pooled, first, run.holding.table[first:]
+
+    def grow(self, run: Run, pages: int) -> bool:
+        before, available = [*run.holding.table], self.cache.available
+        flights = self.cache.tiered.flights
+        grown = self.cache.grow(run.holding, pages)
+        more = pages - len(before)
+        assert run.holding.table[: len(before)] == before
+        assert len(run.holding.table) == len(before) + (max(0, more) if grown else 0)
+        if more > available:
+            assert not grown, "pages that cannot be had"
+        elif not grown:
+            assert flights or self.cache.tiered.flights, "no room, and no copy that would make some"
+        return grown
+
+    def restored(self, run: Run, *, ok: bool) -> None:
+        """A restore is over, with part of it written if it failed."""
+        assert run.restoring is not None
+        pooled, first, pages = run.restoring
+        run.restoring = None
+        tokens = pooled.tokens - first * PAGE
+        if not ok:
+            tokens, pages = min(tokens, PAGE), pages[:1]
+        buffers = pooled.buffers[first : first + len(pages)]
+        self.contents.storage.scatter(pages, tokens, buffers, Passed())
+        self.contents.canaries[Tier.DEVICE].put(pages, tokens, pooled.shadow, first=first)
+        if ok:
+            run.kv = pooled.tokens
+
+    def step(self, trajectory: Trajectory, *, count: int, sampled: int, commit: bool, write: bool) -> None:
+        """Compute up to `count` positions; where that is all, a token is sampled."""
+        run, tokens = trajectory.run, trajectory.tokens
+        assert run is not None
+        end = min(len(tokens), run.kv + count)
+        if not self.grow(run, self.cache.pages_for(end)):
+            return
+        assert run.kv >= run.holding.shared * PAGE, "writing into pages of the tree"
+        self._owned[Tier.DEVICE].update(run.holding.table)
+        self.contents.write(run.holding.table, self.weights_id, tokens[:end], run.kv)
+        run.kv = end
+        if end == len(tokens):
+            tokens.append(sampled)
+        if commit:
+            self.commit(trajectory, write=write)
+
+    def commit(self, trajectory: Trajectory, *, write: bool) -> None:
+        run = trajectory.run
+        assert run is not None
+        pages = run.kv // PAGE
+        self.cache.commit(run.holding, self.key(trajectory.tokens, pages), write=write)
+        found = self.stored(trajectory.tokens, pages)
+        assert run.holding.shared == found.device
+        assert found.device == pages or found.arriving
+
+    def stop(self, trajectory: Trajectory) -> Kept | None:
+        """Out of the batch with an image, or with nothing where a copy still writes to its pages."""
+        run, trajectory.run = trajectory.run, None
+        assert run is not None
+        if run.busy:
+            run.given_up = True
+            return None
+        self.runs.remove(run)
+        pages = run.kv // PAGE
+        kept = self.cache.park(run.holding, self.key(trajectory.tokens, pages), run.kv)
+        assert kept.tokens == run.kv or self.stored(trajectory.tokens, pages).arriving
+        assert len(self.cache.kept.sources(kept)) == self.cache.pages_for(kept.tokens)
+        return kept
+
+    def finish(self, trajectory: Trajectory) -> None:
+        """Nobody wants it any more."""
+        if trajectory.run is not None and (kept := self.stop(trajectory)) is not None:
+            self.outdated.append(kept)
+        if trajectory.image is not None:
+            self.outdated.append(trajectory.image)
+            trajectory.image = None
+        self.trajectories.remove(trajectory)
+
+    # Images -------------------------------------------------------------------------------------------
+
+    def keep(self, trajectory: Trajectory, where: str) -> None:
+        """Stop it and put its KV where the abort says, or where there is room; see `Keep`."""
+        kept = self.stop(trajectory)
+        if kept is None:
+            return
+        if trajectory.image is not None:  # was in use when it went on without
+            self.outdated.append(trajectory.image)
+        trajectory.image = kept
+        match where:
+            case "host":
+                self.move(kept, Tier.HOST)
+            case "pool" if kept.tokens:
+                self.export(trajectory, kept)
+            case "none":
+                trajectory.image = None
+                self.outdated.append(kept)
+            case _:
+                self.unpin(kept)
+
+    def unpin(self, kept: Kept) -> None:
+        self.cache.kept.unpin(kept, expires_at=self.now + TAIL_HOLD_S)
+
+    def move(self, kept: Kept, to: Tier) -> None:
+        tokens = kept.tokens
+        self.cache.kept.pin(kept)
+        assert kept.tokens == tokens or kept.tier is Tier.DEVICE, "an image on the host lost tokens"
+        if self.cache.kept.move(kept, to):
+            self.moving[kept] = to
+        else:
+            self.unpin(kept)
+
+    def export(self, trajectory: Trajectory, kept: Kept) -> None:
+        refs = self.cache.kept.sources(kept)
+        buffers = self.contents.storage.gather(refs, kept.tokens, Passed())
+        shadow = self.contents.storage.shadow(refs, kept.tokens)
+        assert shadow is not None
+        pooled = Pooled(weights_id=kept.weights_id, tokens=kept.tokens, buffers=buffers, shadow=shadow)
+        self.exports.append(Export(trajectory=trajectory, image=kept, refs=refs, pooled=pooled))
+
+    def exported(self, export: Export, *, refused: bool) -> None:
+        """The pool has copied what it was shown, or does not want it."""
+        self.exports.remove(export)
+        pooled, image, trajectory = export.pooled, export.image, export.trajectory
+        assert self.cache.kept.sources(image) == export.refs, "pages moved under an export"
+        pooled.buffers = [buffer.copy() for buffer in pooled.buffers]
+        if not refused:
+            trajectory.pooled = pooled
+        if refused and trajectory.image is image:
+            self.unpin(image)
+        elif trajectory.image is image:
+            trajectory.image = None
+            self.outdated.append(image)
+
+    def idle(self, trajectory: Trajectory) -> Kept | None:
+        """Its image, if nothing is under way with that."""
+        image = trajectory.image
+        if image is None or image in self.moving or any(export.image is image for export in self.exports):
+            return None
+        assert not image.pinned
+        return image
+
+    def idle_images(self) -> list[Kept]:
+        return [image for trajectory in self.trajectories if (image := self.idle(trajectory)) is not None]
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is under way."""
+        return bool(self.flights or self.exports) or any(run.restoring for run in self.runs)
+
+    # Everything else ----------------------------------------------------------------------------------
+
+    def change_weights(self) -> None:
+        """Whoever runs begins again under the new ones."""
+        for trajectory in self.trajectories:
+            if trajectory.run is not None and (kept := self.stop(trajectory)) is not None:
+                self.outdated.append(kept)
+        self.weights += 1
+        for trajectory in self.trajectories:
+            found = self.stored(trajectory.tokens, len(trajectory.tokens) // PAGE)
+            assert found == Stored(device=0, evictable=0, host=0, arriving=False)
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        self.cache.kept.expire(self.now)
+        for kept in self.cache.kept.images():
+            assert kept.pinned or kept.tier is Tier.HOST or not kept.tail or kept.expires_at > self.now
+
+    def peek(self, trajectory: Trajectory, pages: int) -> None:
+        """Another one has the same first pages, and goes away: nodes are split there."""
+        self.serial += 1
+        pages = min(pages, len(trajectory.tokens) // PAGE)
+        owner = TrajectoryId(f"t{self.serial}")
+        holding = self.cache.open(owner, self.weights_id, self.key(trajectory.tokens, pages), pages)
+        self.cache.close(holding)
+
+    def evict(self, count: int) -> None:
+        """Somebody needs up to `count` pages for a moment."""
+        run = Run(holding=self.cache.open(TrajectoryId("x"), self.weights_id, b"", 0), kv=0)
+        self.grow(run, min(count, self.cache.available))
+        self.cache.close(run.holding)
+
+    def evict_from_host(self, count: int) -> None:
+        room = self.cache.tiered.room_on_host
+        assert self.cache.tiered.make_room_on_host(count) == (room >= count)
+
+    def execute(self, flight: Flight, *, ok: bool = True) -> None:
+        """A copy thread does it, or a half of it."""
+        copy = flight.copy
+        assert (self.contents.words[copy.to.other][[*copy.sources]] == flight.source).all(), (
+            "a page changed while it was copied"
+        )
+        flight.executed = True
+        count = len(copy.sources) if ok else len(copy.sources) // 2
+        self.contents.storage.copy(copy.to, copy.sources[:count], copy.targets[:count], Passed())
+
+    def complete(self, flight: Flight, *, ok: bool) -> None:
+        self.flights.remove(flight)
+        if not flight.executed:
+            self.execute(flight, ok=ok)
+        copy = flight.copy
+        if self.cache.tiered._flights[copy.copy_id].anchor is not None:
+            self.ended[copy.to] += len(copy.targets)
+        if ok:
+            written = self.contents.words[copy.to][[*copy.targets]]
+            assert (written == flight.source).all(), "a page that was copied to was written by somebody else"
+        self.cache.tiered.copied(copy.copy_id, ok=ok)
+
+    def settle(self) -> None:
+        """What an engine does in every step, whatever happened."""
+        for kept, freed in self.cache.kept.take_moved(expires_at=self.now + TAIL_HOLD_S):
+            to = self.moving.pop(kept)
+            assert kept.tier is to or kept.failed
+            assert set(kept.tail) <= {kept.tier}
+            assert freed.exclusive >= freed.freed, freed
+        for run in [run for run in self.runs if not run.busy]:
+            self.cache.settle(run.holding)
+            if run.given_up or run.holding.load_failed:
+                self.cache.close(run.holding)
+                self.runs.remove(run)
+        for trajectory in self.trajectories:
+            if trajectory.run is not None and trajectory.run not in self.runs:
+                trajectory.run = None
+        exported = [export.image for export in self.exports]
+        for kept in [kept for kept in self.outdated if kept not in exported]:
+            freed = self.cache.kept.drop(kept)
+            if freed is not None:
+                assert freed.exclusive == freed.freed, freed
+                self.outdated.remove(kept)
+            else:
+                assert self.cache.tiered.flights, "an image is busy, and there is no copy"
+        for copy in self.cache.tiered.take_copies():
+            source = self.contents.words[copy.to.other][[*copy.sources]]
+            self.flights.append(Flight(copy=copy, source=source.copy()))
+        for tier in Tier:
+            owned = self.cache.tiered.owned(tier)
+            if gone := self._owned[tier] - owned:
+                self.contents.poison(tier, [*gone])
+            self._owned[tier] = owned
+
+    # What must hold -----------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        self.cache.audit(run.holding for run in self.runs)
+        claims = claims_of_tree(self.cache._tree, PAGE)
+        for run in self.runs:
+            if not run.busy:
+                ids = edge_bytes(self.texts[run.holding.owner][: run.kv])
+                claims += claims_of_pages(
+                    [(Tier.DEVICE, page) for page in run.holding.table], self.weights_id, ids, PAGE
+                )
+        for kept in self.cache.kept.images():
+            claims += claims_of_image(self.cache, kept, edge_bytes(self.texts[kept.owner][: kept.tokens]), PAGE)
+        self.contents.verify(claims)
+        for tier in Tier:
+            free = [*set(range(1, self.cache.tiered.total(tier) + 1)) - self._owned[tier]]
+            assert (self.contents.words[tier].view(np.uint8)[free] == POISON).all(), f"a free page of {tier} is written"
+            stats = self.cache.stats(tier)
+            assert (stats.hits, stats.misses) == (self.hits[tier], self.misses[tier])
+            assert stats.arrived + stats.failed <= self.ended[tier]
+
+    def drain(self) -> None:
+        """Everything under way comes to an end, and what that starts, too."""
+        while self.busy:
+            while self.flights:
+                self.complete(self.flights[0], ok=True)
+            for export in [*self.exports]:
+                self.exported(export, refused=False)
+            for run in self.runs:
+                if run.restoring:
+                    self.restored(run, ok=True)
+            self.settle()
+
+    def end(self) -> None:
+        """Nobody wants anything any more: all pages are free or can be had, and all counters are what they were."""
+        self.drain()
+        for trajectory in [*self.trajectories]:
+            self.finish(trajectory)
+        self.settle()
+        self.drain()
+        self.check()
+        assert not self.runs
+        assert not self.outdated
+        assert not self.moving
+        assert not self.cache.kept.images()
+        assert self.cache.available == self.cache.total
+        for tier in Tier:
+            stats = self.cache.stats(tier)
+            assert (stats.private, stats.reserved, stats.free + stats.tree) == (0, 0, stats.total)
+            assert stats.arrived + stats.failed == self.ended[tier]
+            assert self.cache._tree.level(tier).evictable == stats.tree
+        everything = Run(holding=self.cache.open(TrajectoryId("x"), self.weights_id, b"", 0), kv=0)
+        while not self.grow(everything, self.cache.total):
+            self.settle()
+            self.drain()
+        self.cache.close(everything.holding)
+        assert self.cache.tiered.make_room_on_host(self.cache.tiered.total(Tier.HOST))
+        self.settle()
+        self.check()
+        assert all(self.cache.stats(tier).free == self.cache.tiered.total(tier) for tier in Tier)
