@@ -99,13 +99,14 @@ class Fleet:
         free = [worker for worker in self._workers.values() if worker.room > 0]
         waiting: deque[Record] = deque()
         for record in list(self._returning) if free else ():
-            able = [worker for worker in free if worker.worker_id != record.worker]
-            if self._prefer_other and able and self._home(record) is None:
+            leaves = self._prefer_other and self._home(record) is None
+            able = [worker for worker in free if worker.worker_id != record.worker] if leaves else []
+            if able:
                 self._assign(record, able, free, chosen)
             else:
                 waiting.append(record)
         while free and (waiting or self._fresh):
-            head = min([*list(waiting)[:1], *self._fresh[:1]], key=_order)
+            head = min((queue[0] for queue in (waiting, self._fresh) if queue), key=_order)
             if waiting and head is waiting[0]:
                 waiting.popleft()
             home = self._home(head)

@@ -145,7 +145,6 @@ class Suspensions:
             return [release, *self.settle(record, now)]
         if intent.keep in ON_WORKER:
             return self._keep_there(record, worker, event.epoch, intent.keep)
-        record.attempted = intent
         node = self._roster.fleet.node_of(worker)
         record.pooled.export_to(node, record.turn)
         record.transfer = Transfer(kind=Transfer.Kind.EXPORT, worker=worker, epoch=event.epoch, back=back)

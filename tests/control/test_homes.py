@@ -222,6 +222,15 @@ def test_a_lost_worker_takes_what_was_kept_there_with_it(where: Keep, restarted:
     assert scene.controller.counters.recomputed_tokens == 7
 
 
+@ON_WORKER
+def test_a_worker_that_is_lost_takes_nothing_that_is_kept_on_another(where: Keep) -> None:
+    scene = at_home(where)
+    scene.down(W2)
+    scene.up(W2, "b")
+    assert scene.record().home is not None
+    assert starts(scene.resume()) == [(W1, T, 2)]
+
+
 def test_what_waits_for_a_home_that_is_lost_starts_elsewhere() -> None:
     scene = keeping(Keep.HOST, then=Then.REQUEUE, room=1, worker_count=1)
     scene.submit("next")
