@@ -34,7 +34,9 @@ class Settings(Section):
     nodes: tuple[PositiveInt, ...] = (10_000, 1_000_000)
     """Sizes of the tree."""
     page_tokens: PositiveInt = 16
+    """Tokens in a page."""
     key_tokens: PositiveInt = 10_000
+    """Tokens in a key."""
     trunk_share: float = 0.03
     """Trunks for each node: about as many branches hang off each as its inverse."""
     most_trunks: PositiveInt = 5_000
