@@ -2,7 +2,7 @@
 
 from rollout.config import NoWrites, WriteBack, WritePolicy, WriteThrough, WriteThroughSelective
 from rollout.kv.cache import Holding, KVCache, Stored
-from rollout.kv.kept import Kept
+from rollout.kv.kept import FreedPages, Kept
 from rollout.kv.radix import Node, edge_bytes
 from rollout.kv.tiers import Copy, Residency, Tier
 from rollout.types import TrajectoryId
@@ -12,6 +12,7 @@ ANN, BOB, EVE = TrajectoryId("ann"), TrajectoryId("bob"), TrajectoryId("eve")
 TOKENS = tuple(range(100, 140))
 OTHERS = tuple(range(200, 240))
 
+FOREVER = float("inf")
 NONE = NoWrites(kind="none")
 THROUGH = WriteThrough(kind="write_through")
 BACK = WriteBack(kind="write_back")
@@ -76,6 +77,23 @@ def evict_all(cache: KVCache) -> None:
     for _ in range(2):
         cache.make_room(cache.available)
         land(cache)
+
+
+def moved(cache: KVCache, kept: Kept, to: Tier, *, ok: bool = True) -> FreedPages:
+    """Move an image, with all its copies succeeding or failing."""
+    cache.kept.pin(kept)
+    assert cache.kept.move(kept, to)
+    land(cache, ok=ok)
+    ((image, freed),) = cache.kept.take_moved(expires_at=FOREVER)
+    assert image is kept
+    assert kept.failed != ok
+    return freed
+
+
+def host_image(cache: KVCache, count: int = 10) -> Kept:
+    kept = parked(cache, ANN, count)
+    moved(cache, kept, Tier.HOST)
+    return kept
 
 
 def residencies(cache: KVCache, tokens: tuple[int, ...] = TOKENS) -> list[tuple[Residency, int]]:
