@@ -33,6 +33,7 @@ class Settings(Section):
     samples: PositiveInt = 16
     """Trajectories of the prompt."""
     prompt_tokens: PositiveInt = 1000
+    """Of the prompt that they share."""
     tokens: PositiveInt = 200
     """Of each output, before it is suspended."""
     name: str = "bench-pool-bytes"

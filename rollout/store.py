@@ -50,6 +50,7 @@ SCHEMA = pa.schema(
                     {
                         "worker": pa.string(),
                         "cached_tokens": pa.int32(),
+                        "loaded_tokens": pa.int32(),
                         "restored_tokens": pa.int32(),
                         "recomputed_tokens": pa.int32(),
                     }
@@ -201,6 +202,7 @@ def _row(trajectory: Trajectory) -> dict[str, Any]:
             {
                 "worker": resume.worker,
                 "cached_tokens": resume.cached_tokens,
+                "loaded_tokens": resume.loaded_tokens,
                 "restored_tokens": resume.restored_tokens,
                 "recomputed_tokens": resume.recomputed_tokens,
             }

@@ -50,7 +50,14 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
     tokens = draw(st.integers(0, 12))
     versions = draw(st.lists(st.integers(-(2**63), 2**63 - 1).map(Version), min_size=tokens, max_size=tokens))
     logprobs = st.floats(max_value=0.0, allow_nan=False, width=32)
-    resume = st.builds(Resume, worker=WORKERS, cached_tokens=INT32, restored_tokens=INT32, recomputed_tokens=INT32)
+    resume = st.builds(
+        Resume,
+        worker=WORKERS,
+        cached_tokens=INT32,
+        loaded_tokens=INT32,
+        restored_tokens=INT32,
+        recomputed_tokens=INT32,
+    )
     return Trajectory(
         trajectory_id=TrajectoryId(draw(st.text())),
         group_id=GroupId(draw(st.text())),

@@ -40,10 +40,14 @@ class Report:
     """By the workers that are left."""
     restored_tokens: int
     cached_tokens: int
+    loaded_tokens: int
+    """Copied from host memory of the worker."""
     recomputed_tokens: int
     preemptions: int
     workers_lost: int
     restarts: int
+    keep_failures: int
+    displaced_images: int
     export_failures: int
     restore_failures: int
     exclusive_pages: int
@@ -80,10 +84,13 @@ def make_report(outcome: Outcome, *, command: str, config: Config, start_s: floa
         restored_bytes=sum(worker.engine.restored_bytes for worker in outcome.stats.workers),
         restored_tokens=counters.restored_tokens,
         cached_tokens=counters.cached_tokens,
+        loaded_tokens=counters.loaded_tokens,
         recomputed_tokens=counters.recomputed_tokens,
         preemptions=counters.preemptions,
         workers_lost=counters.workers_lost,
         restarts=counters.restarts,
+        keep_failures=counters.keep_failures,
+        displaced_images=counters.displaced_images,
         export_failures=counters.export_failures,
         restore_failures=counters.restore_failures,
         exclusive_pages=counters.exclusive_pages,
@@ -117,9 +124,13 @@ def make_table(report: Report) -> Table:
         "preemptions": report.preemptions,
         "workers lost": report.workers_lost,
         "restarts": report.restarts,
+        "not kept where told": report.keep_failures,
+        "images displaced": report.displaced_images,
         "export failures": report.export_failures,
         "restore failures": report.restore_failures,
     }
+    if report.loaded_tokens:
+        rows["tokens loaded from host memory"] = f"{report.loaded_tokens}"
     rows |= {name: f"{count}" for name, count in troubles.items() if count}
     for name, value in rows.items():
         table.add_row(name, value)

@@ -1,20 +1,17 @@
-"""What drivers import: `start` or `connect`, then submit prompts and take finished groups.
+"""The client of a service, with coroutines.
 
-`AsyncRollout` is the client; `Rollout` is the same surface for drivers without an event loop. Prompts are
-turned into token ids here, so a bad one raises where it was passed and reaches nobody else.
+Prompts are turned into token ids here, so a bad one raises where it was passed and reaches nobody else.
 """
 
 import asyncio
 import itertools
 import re
-import threading
 import uuid
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import CancelledError
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Literal, Self, TypeVar
+from typing import Any, Final, Literal, Self
 
 from rollout.cluster import launch
 from rollout.cluster.calls import call
@@ -37,9 +34,6 @@ from rollout.types import (
 
 CALL_S = 30.0
 """Deadline of a call that should answer at once, and grace of one with a timeout of its own."""
-
-T = TypeVar("T")
-
 
 KEY = re.compile(r"(?!.*/\d+$)[^\x00-\x1f\x7f]+")
 """A key may not look like a trajectory's id, which is `key/index`."""
@@ -80,15 +74,15 @@ class AsyncRollout:
     @classmethod
     async def start(cls, config: Config | Mapping[str, Any] | Path | str) -> Self:
         """As `rollout.start`, without blocking the event loop."""
-        return await asyncio.to_thread(cls._start, config)
+        return await asyncio.to_thread(cls.start_blocking, config)
 
     @classmethod
     async def connect(cls, name: str = "rollout", address: str | None = None) -> Self:
         """As `rollout.connect`, without blocking the event loop."""
-        return await asyncio.to_thread(cls._connect, name, address)
+        return await asyncio.to_thread(cls.connect_blocking, name, address)
 
     @classmethod
-    def _start(cls, config: Config | Mapping[str, Any] | Path | str) -> Self:
+    def start_blocking(cls, config: Config | Mapping[str, Any] | Path | str) -> Self:
         service = launch.launch(config if isinstance(config, Config) else load_config(config))
         try:
             return cls(service.controller, service.description, key_prefix="", on_close=service.close)
@@ -97,7 +91,7 @@ class AsyncRollout:
             raise
 
     @classmethod
-    def _connect(cls, name: str, address: str | None) -> Self:
+    def connect_blocking(cls, name: str, address: str | None) -> Self:
         controller, description = launch.connect(name, address)
         return cls(controller, description, key_prefix=f"{uuid.uuid4().hex[:8]}-", on_close=None)
 
@@ -243,119 +237,6 @@ class AsyncRollout:
         if self._closed:
             raise ServiceClosedError("this client was closed")
         return await call(method, *args, timeout_s=timeout_s)
-
-
-class Rollout:
-    """The same surface for drivers without an event loop; `aio` is the asynchronous client behind it."""
-
-    def __init__(self, aio: AsyncRollout) -> None:
-        self.aio = aio
-        self._loop = asyncio.new_event_loop()
-        self._scheduling = threading.Lock()
-        self._ended = False
-        self._thread = threading.Thread(target=self._loop.run_forever, name="rollout-client", daemon=True)
-        self._thread.start()
-
-    @property
-    def config(self) -> Config:
-        return self.aio.config
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        return self.aio.tokenizer
-
-    def submit(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        *,
-        n: int = 1,
-        sampling: SamplingParams | None = None,
-        key: str | Sequence[str] | None = None,
-        metadata: Mapping[str, Any] | None = None,
-        chat: bool | None = None,
-    ) -> list[GroupId]:
-        """As `AsyncRollout.submit`."""
-        return self._run(self.aio.submit(prompts, n=n, sampling=sampling, key=key, metadata=metadata, chat=chat))
-
-    def next_groups(self, k: int = 1, timeout_s: float = 600.0) -> list[Delivery]:
-        """As `AsyncRollout.next_groups`."""
-        return self._run(self.aio.next_groups(k, timeout_s))
-
-    def abort(
-        self, ids: Ids = ALL, *, keep: Keep | str = Keep.AUTO, then: Then | str = Then.HOLD, timeout_s: float = 60.0
-    ) -> AbortReport:
-        """As `AsyncRollout.abort`."""
-        return self._run(self.aio.abort(ids, keep=keep, then=then, timeout_s=timeout_s))
-
-    def resume(self, ids: Ids = ALL) -> ResumeReport:
-        """As `AsyncRollout.resume`."""
-        return self._run(self.aio.resume(ids))
-
-    def stats(self) -> ServiceStats:
-        """As `AsyncRollout.stats`."""
-        return self._run(self.aio.stats())
-
-    def check_kv(self) -> tuple[KVCheck, ...]:
-        """As `AsyncRollout.check_kv`."""
-        return self._run(self.aio.check_kv())
-
-    def close(self) -> None:
-        """As `AsyncRollout.close`."""
-        with self._scheduling:
-            if self._ended:
-                return
-            self._ended = True
-        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    async def _end(self) -> None:
-        """Close, and end the calls that other threads wait in."""
-        await self.aio.close()
-        waiting = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in waiting:
-            task.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
-
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        with self._scheduling:
-            if self._ended:
-                work.close()
-                raise ServiceClosedError("this client was closed")
-            future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        except CancelledError:
-            raise ServiceClosedError("this client was closed while the call waited") from None
-        except BaseException:
-            future.cancel()  # an interrupt here must not leave the call to take groups for nobody
-            raise
-
-
-def start(config: Config | Mapping[str, Any] | Path | str) -> Rollout:
-    """Start a service in the Ray cluster that the configuration or the environment names, else in a local one.
-
-    `config` is a configuration, a mapping, or the path of a YAML file. The service ends with `close`, or
-    with this process. Raises `ConfigError` for what cannot work and `DeadlineError` if it is not up in time.
-    """
-    return Rollout(AsyncRollout._start(config))
-
-
-def connect(name: str = "rollout", address: str | None = None) -> Rollout:
-    """A client of the running service `name`; closing it leaves the service running.
-
-    Raises `ServiceNotFoundError`.
-    """
-    return Rollout(AsyncRollout._connect(name, address))
 
 
 def _several(prompts: Any) -> list[Prompt]:

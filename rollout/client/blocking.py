@@ -1,0 +1,131 @@
+"""The same client for drivers without an event loop: one of its own on a thread behind every call."""
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import CancelledError
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from rollout.client.asynchronous import ALL, AsyncRollout, Ids
+from rollout.config import Config
+from rollout.errors import ServiceClosedError
+from rollout.metrics import KVCheck, ServiceStats
+from rollout.text import Prompt, Tokenizer
+from rollout.types import AbortReport, Delivery, GroupId, Keep, ResumeReport, SamplingParams, Then
+
+T = TypeVar("T")
+
+
+class Rollout:
+    """The same surface for drivers without an event loop; `aio` is the asynchronous client behind it."""
+
+    def __init__(self, aio: AsyncRollout) -> None:
+        self.aio = aio
+        self._loop = asyncio.new_event_loop()
+        self._scheduling = threading.Lock()
+        self._ended = False
+        self._thread = threading.Thread(target=self._loop.run_forever, name="rollout-client", daemon=True)
+        self._thread.start()
+
+    @property
+    def config(self) -> Config:
+        return self.aio.config
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.aio.tokenizer
+
+    def submit(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        n: int = 1,
+        sampling: SamplingParams | None = None,
+        key: str | Sequence[str] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        chat: bool | None = None,
+    ) -> list[GroupId]:
+        """As `AsyncRollout.submit`."""
+        return self._run(self.aio.submit(prompts, n=n, sampling=sampling, key=key, metadata=metadata, chat=chat))
+
+    def next_groups(self, k: int = 1, timeout_s: float = 600.0) -> list[Delivery]:
+        """As `AsyncRollout.next_groups`."""
+        return self._run(self.aio.next_groups(k, timeout_s))
+
+    def abort(
+        self, ids: Ids = ALL, *, keep: Keep | str = Keep.AUTO, then: Then | str = Then.HOLD, timeout_s: float = 60.0
+    ) -> AbortReport:
+        """As `AsyncRollout.abort`."""
+        return self._run(self.aio.abort(ids, keep=keep, then=then, timeout_s=timeout_s))
+
+    def resume(self, ids: Ids = ALL) -> ResumeReport:
+        """As `AsyncRollout.resume`."""
+        return self._run(self.aio.resume(ids))
+
+    def stats(self) -> ServiceStats:
+        """As `AsyncRollout.stats`."""
+        return self._run(self.aio.stats())
+
+    def check_kv(self) -> tuple[KVCheck, ...]:
+        """As `AsyncRollout.check_kv`."""
+        return self._run(self.aio.check_kv())
+
+    def close(self) -> None:
+        """As `AsyncRollout.close`."""
+        with self._scheduling:
+            if self._ended:
+                return
+            self._ended = True
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    async def _end(self) -> None:
+        """Close, and end the calls that other threads wait in."""
+        await self.aio.close()
+        waiting = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        with self._scheduling:
+            if self._ended:
+                work.close()
+                raise ServiceClosedError("this client was closed")
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except CancelledError:
+            raise ServiceClosedError("this client was closed while the call waited") from None
+        except BaseException:
+            future.cancel()  # an interrupt here must not leave the call to take groups for nobody
+            raise
+
+
+def start(config: Config | Mapping[str, Any] | Path | str) -> Rollout:
+    """Start a service in the Ray cluster that the configuration or the environment names, else in a local one.
+
+    `config` is a configuration, a mapping, or the path of a YAML file. The service ends with `close`, or
+    with this process. Raises `ConfigError` for what cannot work and `DeadlineError` if it is not up in time.
+    """
+    return Rollout(AsyncRollout.start_blocking(config))
+
+
+def connect(name: str = "rollout", address: str | None = None) -> Rollout:
+    """A client of the running service `name`; closing it leaves the service running.
+
+    Raises `ServiceNotFoundError`.
+    """
+    return Rollout(AsyncRollout.connect_blocking(name, address))
