@@ -76,6 +76,15 @@ def verify(manifest: Manifest, buffers: Sequence[Buffer], pages: range, tokens: 
 
     Raises `SegmentDamagedError` if the fingerprint, a size or a checksum is not as it must be.
     """
+    verify_sizes(manifest, buffers, pages, tokens, expected)
+    for index in pages:
+        verify_page(manifest, buffers, index)
+
+
+def verify_sizes(
+    manifest: Manifest, buffers: Sequence[Buffer], pages: range, tokens: int, expected: Fingerprint
+) -> None:
+    """All of `verify` but the checksums."""
     if manifest.fingerprint != expected:
         raise SegmentDamagedError(f"segment of fingerprint {manifest.fingerprint}, expected {expected}")
     if len(buffers) != len(manifest.checksums) or not 0 <= pages.start < pages.stop <= len(buffers):
@@ -86,5 +95,9 @@ def verify(manifest: Manifest, buffers: Sequence[Buffer], pages: range, tokens: 
         size = manifest.token_bytes * min(manifest.page_tokens, tokens - (index - pages.start) * manifest.page_tokens)
         if buffers[index].nbytes != size:
             raise SegmentDamagedError(f"page {index} has {buffers[index].nbytes} bytes, expected {size}")
-        if (found := checksum(buffers[index])) != manifest.checksums[index]:
-            raise SegmentDamagedError(f"page {index}: checksum {found:#x}, expected {manifest.checksums[index]:#x}")
+
+
+def verify_page(manifest: Manifest, buffers: Sequence[Buffer], index: int) -> None:
+    """The checksum of one page. Raises `SegmentDamagedError`."""
+    if (found := checksum(buffers[index])) != manifest.checksums[index]:
+        raise SegmentDamagedError(f"page {index}: checksum {found:#x}, expected {manifest.checksums[index]:#x}")

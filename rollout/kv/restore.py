@@ -10,12 +10,13 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from rollout.errors import CanaryError, DeadlineError, KVError, SegmentDamagedError
 from rollout.kv.chain import ChainValues
 from rollout.kv.fence import Fence
-from rollout.kv.image import Buffer, Manifest, verify
+from rollout.kv.image import Buffer, Manifest, verify_page, verify_sizes
 from rollout.kv.keys import Fingerprint
 from rollout.kv.storage import KVStorage
 from rollout.kv.tiers import Tier
@@ -135,9 +136,10 @@ class Restorer:
                 part = range(run.first, run.first + run.pages)
                 tokens = min(run.pages * page_tokens, image.kv_tokens - (first_page + done) * page_tokens)
                 try:
-                    verify(segment.manifest, segment.buffers, part, tokens, self._fingerprint)
+                    verify_sizes(segment.manifest, segment.buffers, part, tokens, self._fingerprint)
                     targets = pages[done : done + run.pages]
-                    self._storage.scatter(targets, tokens, [segment.buffers[index] for index in part], after)
+                    check = partial(_check, segment, run.first)
+                    self._storage.scatter(targets, tokens, [segment.buffers[index] for index in part], after, check)
                     if self._storage.canaries is not None and chain is not None:
                         position = (first_page + done) * page_tokens
                         canary = self._storage.canaries[Tier.DEVICE]
@@ -148,6 +150,11 @@ class Restorer:
                     raise SegmentDamagedError(str(error), node=run.node, segment=run.segment) from None
                 self.restored_bytes += tokens * self._storage.token_bytes
                 done += run.pages
+
+
+def _check(segment: Segment, first: int, index: int) -> None:
+    """The checksum of a page, counted from page `first` of the segment."""
+    verify_page(segment.manifest, segment.buffers, first + index)
 
 
 def _from_page(runs: Sequence[SegmentRun], first_page: int) -> list[SegmentRun]:

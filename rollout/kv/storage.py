@@ -7,7 +7,7 @@ only into reserved pages, after what was queued before it: so of the four fences
 *read after the compute that wrote* and *write after the last reader of the target*.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -83,12 +83,17 @@ class KVStorage:
         """
         after.wait()
         self._check(len(pages), tokens)
+        if self._stream is None:
+            rows = {tier: _rows(self._tier(tier)) for tier in Tier}
+            buffers = [rows[tier][page] for tier, page in pages]
+            if tokens % self.page_tokens:
+                buffers[-1] = _packed(self._valid(pages[-1], len(pages) - 1, tokens))
+            return buffers
         parts = [self._valid(page, i, tokens) for i, page in enumerate(pages)]
-        if self._stream is not None:
-            with torch.cuda.stream(self._stream):
-                parts = [_to_host(part) if part.is_cuda else part for part in parts]
-            self._stream.synchronize()
-        return [np.ascontiguousarray(part.view(torch.uint8).numpy()).reshape(-1) for part in parts]
+        with torch.cuda.stream(self._stream):
+            parts = [_to_host(part) if part.is_cuda else part for part in parts]
+        self._stream.synchronize()
+        return [_packed(part) for part in parts]
 
     def shadow(self, pages: Sequence[PageRef], tokens: int) -> bytes | None:
         """What the canaries know of pages that `gather` reads, to travel with them."""
@@ -97,20 +102,38 @@ class KVStorage:
         parts = [min(self.page_tokens, tokens - i * self.page_tokens) for i in range(len(pages))]
         return b"".join(self.canaries[tier].take([page], part) for (tier, page), part in zip(pages, parts, strict=True))
 
-    def scatter(self, pages: Sequence[int], tokens: int, buffers: Sequence[Buffer], after: Fence) -> None:
-        """Write buffers as `gather` makes them into device `pages`; returns when the bytes are in place."""
+    def scatter(
+        self,
+        pages: Sequence[int],
+        tokens: int,
+        buffers: Sequence[Buffer],
+        after: Fence,
+        check: Callable[[int], None] = lambda index: None,
+    ) -> None:
+        """Write buffers as `gather` makes them into device `pages`; returns when the bytes are in place.
+
+        `check` is called for each buffer just before it is copied, which makes the copy one out of the processor's
+        cache; what it raises ends the whole.
+        """
         after.wait()
         self._check(len(pages), tokens)
-        valid = [self._valid((Tier.DEVICE, page), i, tokens) for i, page in enumerate(pages)]
         if self._stream is None:
-            for part, buffer in zip(valid, buffers, strict=True):
-                target = part.view(torch.uint8).numpy()
-                np.copyto(target, buffer.reshape(target.shape))
+            rows = _rows(self.pages)
+            whole = tokens // self.page_tokens
+            for i, (page, buffer) in enumerate(zip(pages, buffers, strict=True)):
+                check(i)
+                if i < whole:
+                    np.copyto(rows[page], buffer)
+                else:
+                    tail = self._valid((Tier.DEVICE, page), i, tokens).view(torch.uint8).numpy()
+                    np.copyto(tail, buffer.reshape(tail.shape))
             return
+        valid = [self._valid((Tier.DEVICE, page), i, tokens) for i, page in enumerate(pages)]
         staging = torch.empty((2, self.page_bytes), dtype=torch.uint8, pin_memory=True)
         copied: list[torch.cuda.Event] = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._stream):
             for i, (part, buffer) in enumerate(zip(valid, buffers, strict=True)):
+                check(i)
                 copied[i % 2].synchronize()
                 stage = staging[i % 2, : buffer.nbytes]
                 np.copyto(stage.numpy(), buffer)
@@ -137,6 +160,11 @@ class KVStorage:
 def _rows(pages: Tensor) -> Buffer:
     """Page-major bytes `[pages, page_bytes]`."""
     return pages.view(torch.uint8).numpy().reshape(pages.shape[0], -1)
+
+
+def _packed(part: Tensor) -> Buffer:
+    """The bytes of a part of a page, without what lies between."""
+    return np.ascontiguousarray(part.view(torch.uint8).numpy()).reshape(-1)
 
 
 def _to_host(part: Tensor) -> Tensor:
