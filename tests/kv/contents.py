@@ -55,6 +55,10 @@ class Contents:
         tensors = {Tier.DEVICE: self.storage.pages, Tier.HOST: self.storage.host_pages}
         self.words: dict[Tier, Words] = {tier: pages.view(torch.int32).numpy() for tier, pages in tensors.items()}
         """Of each tier `[pages, layers, 2, page_tokens, 1, 1]`."""
+        self._owned = {tier: set(range(1, len(words))) for tier, words in self.words.items()}
+        """As of the last look; at first all pages count, so that all are poisoned."""
+        self._touched: dict[Tier, set[int]] = {tier: set() for tier in Tier}
+        """Written since then, and perhaps given back."""
         self._known: dict[tuple[str, bytes], tuple[NDArray[np.int64], Words]] = {}
 
     def of(self, weights_id: str, ids: bytes) -> tuple[NDArray[np.int64], Words]:
@@ -76,12 +80,21 @@ class Contents:
         values = chain.values(start, len(tokens))
         pages = [table[position // self.page_tokens] for position in positions]
         slots = [position % self.page_tokens for position in positions]
+        self._touched[Tier.DEVICE].update(pages)
         self.words[Tier.DEVICE][pages, :, :, slots, 0, 0] = np.moveaxis(kv_of(values), -1, 0)
         self.canaries[Tier.DEVICE].written(torch.tensor(pages), torch.tensor(slots), values)
 
-    def poison(self, tier: Tier, pages: Sequence[int]) -> None:
-        """Nobody owns these pages, so nobody may read them."""
-        self.words[tier].view(np.uint8)[pages] = POISON
+    def own(self, tier: Tier, owned: set[int]) -> None:
+        """From now on these pages of a tier are somebody's; nobody may read or write the others."""
+        if gone := (self._owned[tier] | self._touched[tier]) - owned:
+            self.words[tier].view(np.uint8)[[*gone]] = POISON
+        self._owned[tier], self._touched[tier] = owned, set()
+
+    def check_free_pages(self) -> None:
+        """Nobody wrote to what nobody owns."""
+        for tier in Tier:
+            free = [*set(range(1, len(self.words[tier]))) - self._owned[tier]]
+            assert (self.words[tier].view(np.uint8)[free] == POISON).all(), f"a free page of {tier} is written"
 
     def verify(self, claims: Sequence[Claim]) -> None:
         """Check the bytes of every claimed slot, and what the canary of its tier says of them."""

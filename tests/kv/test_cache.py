@@ -222,6 +222,22 @@ def test_without_room_nothing_is_loaded_and_nothing_is_held() -> None:
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_loads_are_of_use_from_the_first_page_on_in_whatever_order_they_end(order: tuple[int, ...]) -> None:
+    cache = KVCache(8, PAGE, host_pages=8, write=THROUGH)
+    left(cache, ANN, 4)
+    on_host(cache, ANN, 12)
+    holding = open_up_to(cache, BOB, TOKENS, 0)
+    assert cache.load(holding, key(TOKENS, 12), 3, room=3)
+    copies = cache.tiered.take_copies()
+    found = []
+    for index in order:
+        cache.tiered.copied(copies[index].copy_id, ok=True)
+        found.append((stored(cache).device, len(holding.loads)))
+        cache.audit([holding])
+    assert found == [(1, 1) if order == (0, 1) else (0, 2), (3, 0)]
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 @pytest.mark.parametrize("failing", [{0}, {1}, {0, 1}])
 def test_a_load_that_fails_leaves_what_is_above_and_the_host_as_it_was(
     order: tuple[int, ...], failing: set[int]

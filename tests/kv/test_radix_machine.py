@@ -89,14 +89,10 @@ class TreeAgainstDictionary(RuleBasedStateMachine):
                 del self.stored[prefix]
 
     def leaves(self, tier: Tier) -> list[Prefix]:
-        """What could be evicted from a tier."""
+        """What could be evicted from a tier: nothing follows there on the next page."""
         there = [prefix for prefix, stored in self.stored.items() if tier in stored.pages]
-        return [
-            prefix
-            for prefix in there
-            if not (tier is Tier.DEVICE and self.locks(prefix))
-            and not any(other != prefix and extends(other, prefix) for other in there)
-        ]
+        above = {(weights_id, ids[:-PAGE_BYTES]) for weights_id, ids in there}
+        return [prefix for prefix in there if prefix not in above and not (tier is Tier.DEVICE and self.locks(prefix))]
 
     def rank(self, prefix: Prefix) -> tuple[bool, int]:
         stored = self.stored[prefix]
@@ -225,9 +221,8 @@ class TreeAgainstDictionary(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "tree"):
             return
-        for held in self.held:
-            self.tree.unlock(held.node, Tier.DEVICE)
-        self.held = []
+        while self.held:
+            self.let_go(0, remove=False)
         while any(self.leaves(tier) for tier in Tier):
             for tier in Tier:
                 self.evict(tier, 9)

@@ -7,7 +7,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from rollout.config import NoWrites, WriteBack, WritePolicy, WriteThrough, WriteThroughSelective
 from rollout.kv.tiers import Tier
-from tests.kv.tier_world import PAGE, TierWorld, Trajectory
+from tests.kv.tier_world import PAGE, TierWorld
+from tests.kv.trajectories import Trajectory
 
 Thing = TypeVar("Thing")
 PROMPTS = [(1,) * 7, (1,) * 4 + (2,) * 5, (1,) * 6 + (2,), (2, 2, 1)]
@@ -91,7 +92,7 @@ class TieredCacheInTheWorld(RuleBasedStateMachine):
             self.world.admit(pick(self.stopped(), number), from_host=from_host, from_pool=from_pool)
 
     @precondition(lambda self: any(missing(trajectory) > 1 for trajectory in self.ready()))
-    @rule(chunk=st.sampled_from([3, 16]), commit=often, write=often)
+    @rule(chunk=st.sampled_from([3, 16]), commit=st.booleans(), write=often)
     def prefill(self, chunk: int, commit: bool, write: bool) -> None:
         for trajectory in self.ready():
             if missing(trajectory) > 1:
@@ -160,15 +161,15 @@ class TieredCacheInTheWorld(RuleBasedStateMachine):
     def time_passes(self, seconds: float) -> None:
         self.world.pass_time(seconds)
 
-    @precondition(lambda self: any(not flight.executed for flight in self.world.flights))
+    @precondition(lambda self: self.world.flights.waiting)
     @rule(number=numbers)
     def copy_runs(self, number: int) -> None:
-        self.world.execute(pick([flight for flight in self.world.flights if not flight.executed], number))
+        self.world.flights.execute(pick(self.world.flights.waiting, number))
 
-    @precondition(lambda self: self.world.flights)
+    @precondition(lambda self: self.world.flights.all)
     @rule(number=numbers, ok=often)
     def copy_ends(self, number: int, ok: bool) -> None:
-        self.world.complete(pick(self.world.flights, number), ok=ok)
+        self.world.flights.complete(pick(self.world.flights.all, number), ok=ok)
 
     @precondition(lambda self: self.world.exports)
     @rule(number=numbers, refused=seldom)

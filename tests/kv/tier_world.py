@@ -4,77 +4,20 @@ Copies, exports and restores are under way until somebody says that they are ove
 page that anybody may read holds what the model of `contents` says, every page that nobody owns is poisoned.
 """
 
-from dataclasses import dataclass
-
-import numpy as np
-from numpy.typing import NDArray
-
 from rollout.config import WritePolicy
-from rollout.kv.cache import Holding, KVCache, Stored
+from rollout.kv.cache import KVCache, Stored
 from rollout.kv.fence import Passed
 from rollout.kv.kept import Kept
 from rollout.kv.radix import edge_bytes
-from rollout.kv.tiers import Copy, PageRef, Tier
+from rollout.kv.tiers import Tier
 from rollout.types import TrajectoryId
 from tests.kv.claims import claims_of_image, claims_of_pages, claims_of_tree
-from tests.kv.contents import POISON, Contents
+from tests.kv.contents import Contents
+from tests.kv.flights import Flights
+from tests.kv.trajectories import Export, Pooled, Run, Trajectory
 
 PAGE = 2
 TAIL_HOLD_S = 5.0
-Rows = NDArray[np.int32]
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class Pooled:
-    """An image in the pool: one buffer and one part of the shadow for each page."""
-
-    weights_id: str
-    tokens: int
-    buffers: list[NDArray[np.uint8]]
-    shadow: bytes
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class Run:
-    """A sequence on the worker."""
-
-    holding: Holding
-    kv: int
-    """Positions that have KV, once nothing is on its way."""
-    restoring: tuple[Pooled, int, list[int]] | None = None
-    """What is being read from the pool, from which page on, and where to."""
-    given_up: bool = False
-
-    @property
-    def busy(self) -> bool:
-        return bool(self.holding.loads) or self.restoring is not None
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class Trajectory:
-    name: TrajectoryId
-    tokens: list[int]
-    """The last one has no KV."""
-    run: Run | None = None
-    image: Kept | None = None
-    pooled: Pooled | None = None
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class Export:
-    trajectory: Trajectory
-    image: Kept
-    refs: tuple[PageRef, ...]
-    pooled: Pooled
-    """Its whole pages are views of the worker's memory."""
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class Flight:
-    copy: Copy
-    source: Rows
-    """The bytes that it must copy."""
-    executed: bool = False
 
 
 class TierWorld:
@@ -87,20 +30,16 @@ class TierWorld:
         self.now = 0.0
         self.trajectories: list[Trajectory] = []
         self.runs: list[Run] = []
-        self.flights: list[Flight] = []
+        self.flights = Flights(self.cache, self.contents)
         self.exports: list[Export] = []
         self.outdated: list[Kept] = []
         """Images that are to be dropped as soon as nothing reads or moves them."""
         self.moving: dict[Kept, Tier] = {}
         self.hits = dict.fromkeys(Tier, 0)
         self.misses = dict.fromkeys(Tier, 0)
-        self.ended = dict.fromkeys(Tier, 0)
-        """Pages of the tree whose copies into a tier are over."""
         self.serial = 0
         self.texts: dict[TrajectoryId, list[int]] = {}
         """Tokens of everybody who was ever here."""
-        self._owned: dict[Tier, set[int]] = {tier: set(range(1, self.cache.tiered.total(tier) + 1)) for tier in Tier}
-        """As of the last look; at first all pages count, so that all are poisoned."""
 
     @property
     def weights_id(self) -> str:
@@ -217,7 +156,6 @@ class TierWorld:
         if not self.grow(run, self.cache.pages_for(end)):
             return
         assert run.kv >= run.holding.shared * PAGE, "writing into pages of the tree"
-        self._owned[Tier.DEVICE].update(run.holding.table)
         self.contents.write(run.holding.table, self.weights_id, tokens[:end], run.kv)
         run.kv = end
         if end == len(tokens):
@@ -326,7 +264,7 @@ class TierWorld:
     @property
     def busy(self) -> bool:
         """Whether anything is under way."""
-        return bool(self.flights or self.exports) or any(run.restoring for run in self.runs)
+        return bool(self.flights.all or self.exports) or any(run.restoring for run in self.runs)
 
     # Everything else ----------------------------------------------------------------------------------
 
@@ -364,28 +302,6 @@ class TierWorld:
         room = self.cache.tiered.room_on_host
         assert self.cache.tiered.make_room_on_host(count) == (room >= count)
 
-    def execute(self, flight: Flight, *, ok: bool = True) -> None:
-        """A copy thread does it, or a half of it."""
-        copy = flight.copy
-        assert (self.contents.words[copy.to.other][[*copy.sources]] == flight.source).all(), (
-            "a page changed while it was copied"
-        )
-        flight.executed = True
-        count = len(copy.sources) if ok else len(copy.sources) // 2
-        self.contents.storage.copy(copy.to, copy.sources[:count], copy.targets[:count], Passed())
-
-    def complete(self, flight: Flight, *, ok: bool) -> None:
-        self.flights.remove(flight)
-        if not flight.executed:
-            self.execute(flight, ok=ok)
-        copy = flight.copy
-        if self.cache.tiered._flights[copy.copy_id].anchor is not None:
-            self.ended[copy.to] += len(copy.targets)
-        if ok:
-            written = self.contents.words[copy.to][[*copy.targets]]
-            assert (written == flight.source).all(), "a page that was copied to was written by somebody else"
-        self.cache.tiered.copied(copy.copy_id, ok=ok)
-
     def settle(self) -> None:
         """What an engine does in every step, whatever happened."""
         for kept, freed in self.cache.kept.take_moved(expires_at=self.now + TAIL_HOLD_S):
@@ -409,14 +325,9 @@ class TierWorld:
                 self.outdated.remove(kept)
             else:
                 assert self.cache.tiered.flights, "an image is busy, and there is no copy"
-        for copy in self.cache.tiered.take_copies():
-            source = self.contents.words[copy.to.other][[*copy.sources]]
-            self.flights.append(Flight(copy=copy, source=source.copy()))
+        self.flights.launch()
         for tier in Tier:
-            owned = self.cache.tiered.owned(tier)
-            if gone := self._owned[tier] - owned:
-                self.contents.poison(tier, [*gone])
-            self._owned[tier] = owned
+            self.contents.own(tier, self.cache.tiered.owned(tier))
 
     # What must hold -----------------------------------------------------------------------------------
 
@@ -432,18 +343,17 @@ class TierWorld:
         for kept in self.cache.kept.images():
             claims += claims_of_image(self.cache, kept, edge_bytes(self.texts[kept.owner][: kept.tokens]), PAGE)
         self.contents.verify(claims)
+        self.contents.check_free_pages()
         for tier in Tier:
-            free = [*set(range(1, self.cache.tiered.total(tier) + 1)) - self._owned[tier]]
-            assert (self.contents.words[tier].view(np.uint8)[free] == POISON).all(), f"a free page of {tier} is written"
             stats = self.cache.stats(tier)
             assert (stats.hits, stats.misses) == (self.hits[tier], self.misses[tier])
-            assert stats.arrived + stats.failed <= self.ended[tier]
+            assert stats.arrived + stats.failed <= self.flights.ended[tier]
 
     def drain(self) -> None:
         """Everything under way comes to an end, and what that starts, too."""
         while self.busy:
-            while self.flights:
-                self.complete(self.flights[0], ok=True)
+            while self.flights.all:
+                self.flights.complete(self.flights.all[0], ok=True)
             for export in [*self.exports]:
                 self.exported(export, refused=False)
             for run in self.runs:
@@ -467,7 +377,7 @@ class TierWorld:
         for tier in Tier:
             stats = self.cache.stats(tier)
             assert (stats.private, stats.reserved, stats.free + stats.tree) == (0, 0, stats.total)
-            assert stats.arrived + stats.failed == self.ended[tier]
+            assert stats.arrived + stats.failed == self.flights.ended[tier]
             assert self.cache._tree.level(tier).evictable == stats.tree
         everything = Run(holding=self.cache.open(TrajectoryId("x"), self.weights_id, b"", 0), kv=0)
         while not self.grow(everything, self.cache.total):
