@@ -141,7 +141,7 @@ class Scene:
             "admit": submitted.begin - begun.begin,
             "open": opened.end - submitted.begin,
             "checksum": trace.seconds("verify"),
-            "scatter": trace.seconds("scatter"),
+            "scatter": trace.seconds("scatter") - trace.seconds("verify"),
         }
         phases["to_batch"] = restored.end - start - sum(phases.values())
         return Move(nbytes=self._restored_bytes() - before, seconds=restored.end - start, phases=phases, aside={})

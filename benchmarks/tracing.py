@@ -42,7 +42,7 @@ TRACED: dict[str, tuple[Any, str]] = {
     "gather": (KVStorage, "gather"),
     "submit_restore": (Restorer, "submit"),
     "open": (PoolReader, "open"),
-    "verify": (restore, "verify"),
+    "verify": (restore, "verify_page"),
     "scatter": (KVStorage, "scatter"),
     "restored": (Scheduler, "restored"),
     "sampled": (Sequence, "accept"),

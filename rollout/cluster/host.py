@@ -168,6 +168,7 @@ class Host:
                 page_tokens=page_tokens,
                 token_bytes=self._storage.token_bytes,
                 tokens=tokens,
+                checksums=self._storage.checksums(pages[first:stop], tokens, buffers),
                 canary=self._storage.shadow(pages[first:stop], tokens),
             )
         finally:

@@ -159,7 +159,12 @@ class Engine:
     def idle(self) -> bool:
         """Whether `step` would have nothing to run, finish or tell."""
         busy = self._scheduler.waiting or self._scheduler.running or self._events
-        return not (busy or self._cache.tiered.flights or self._images.busy)
+        return not (busy or self.copying or self._images.busy)
+
+    @property
+    def copying(self) -> bool:
+        """Whether copies to or from pages are under way."""
+        return bool(self._cache.tiered.flights or self._admissions)
 
     def step(self) -> list[WorkerEvent]:
         """Run one step; returns what happened since the last one, in order."""

@@ -117,6 +117,9 @@ class Runner:
 
         Raises `CanaryError`.
         """
+        page_tokens = self._storage.page_tokens
+        for sequence, start, end in spans:
+            self._storage.sums.forget(sequence.pages.table[start // page_tokens : -(-end // page_tokens)])
         canary = self._storage.canaries[Tier.DEVICE] if self._storage.canaries is not None else None
         batch = forward.attention
         if canary is not None:
@@ -133,6 +136,8 @@ class Runner:
             canary.written(
                 *where, np.concatenate([sequence.chain_values(start, end) for sequence, start, end in spans])
             )
+        for sequence, start, end in spans:
+            self._storage.completed(sequence.pages.table[start // page_tokens : end // page_tokens])
         return hidden
 
     def _sample(self, hidden_RE: Tensor, sequences: Seq[Sequence]) -> list[Draw]:

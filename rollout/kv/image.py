@@ -55,15 +55,16 @@ def describe(
     page_tokens: int,
     token_bytes: int,
     tokens: int,
+    checksums: tuple[int, ...] | None = None,
     canary: bytes | None = None,
 ) -> Manifest:
-    """The manifest of `buffers`."""
+    """The manifest of `buffers`, of which `checksums` are, if they are known."""
     manifest = Manifest(
         fingerprint=fingerprint,
         page_tokens=page_tokens,
         token_bytes=token_bytes,
         tokens=tokens,
-        checksums=tuple(checksum(buffer) for buffer in buffers),
+        checksums=tuple(checksum(buffer) for buffer in buffers) if checksums is None else checksums,
         canary=canary,
     )
     sizes = [buffer.nbytes for buffer in buffers]

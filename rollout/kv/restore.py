@@ -140,6 +140,10 @@ class Restorer:
                     targets = pages[done : done + run.pages]
                     check = partial(_check, segment, run.first)
                     self._storage.scatter(targets, tokens, [segment.buffers[index] for index in part], after, check)
+                    for target, index in zip(targets, part, strict=True):
+                        whole = segment.buffers[index].nbytes == self._storage.page_bytes
+                        verified = segment.manifest.checksums[index] if whole else None
+                        self._storage.sums.put((Tier.DEVICE, target), verified)
                     if self._storage.canaries is not None and chain is not None:
                         position = (first_page + done) * page_tokens
                         canary = self._storage.canaries[Tier.DEVICE]

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from rollout.kv.canary import Canary
 from rollout.kv.fence import Fence, fence_for
-from rollout.kv.image import Buffer
+from rollout.kv.image import Buffer, checksum
+from rollout.kv.sums import PageSums
 from rollout.kv.tiers import PageRef, Tier
 
 
@@ -46,6 +47,7 @@ class KVStorage:
         """Of each tier, if they are wanted."""
         if canary:
             self.canaries = {Tier.DEVICE: Canary(self.pages), Tier.HOST: Canary(self.host_pages)}
+        self.sums = PageSums(device_pages=pages, host_pages=host_pages)
         self.page_tokens = page_tokens
         self.token_bytes = layers * 2 * kv_heads * head_dim * self.pages.element_size()
         self._stream: torch.cuda.Stream | None = None
@@ -55,6 +57,22 @@ class KVStorage:
     @property
     def page_bytes(self) -> int:
         return self.token_bytes * self.page_tokens
+
+    def completed(self, pages: Sequence[int]) -> None:
+        """The last slots of these device pages were just written: their bytes may still be in the processor's cache.
+
+        On CUDA nothing is done: the checksum is made of what arrives in host memory.
+        """
+        if self._stream is None:
+            rows = _rows(self.pages)
+            for page in pages:
+                self.sums.put((Tier.DEVICE, page), checksum(rows[page]))
+
+    def checksums(self, pages: Sequence[PageRef], tokens: int, buffers: Sequence[Buffer]) -> tuple[int, ...]:
+        """Of each of the buffers that `gather` made of `pages`."""
+        whole = tokens // self.page_tokens
+        known = [self.sums.get(ref) if i < whole else None for i, ref in enumerate(pages)]
+        return tuple(checksum(buffer) if value is None else value for value, buffer in zip(known, buffers, strict=True))
 
     def fence(self) -> Fence:
         """All computation on the pages that the calling thread has started."""
@@ -69,12 +87,14 @@ class KVStorage:
             for first, into, count in _runs(sources, targets):
                 np.copyto(write[into : into + count], read[first : first + count])
             self._copy_shadows(to, sources, targets)
+            self.sums.copied(to, sources, targets)
             return
         with torch.cuda.stream(self._stream):
             for first, into, count in _runs(sources, targets):
                 target[into : into + count].copy_(source[first : first + count], non_blocking=True)
             self._copy_shadows(to, sources, targets)
         self._stream.synchronize()
+        self.sums.copied(to, sources, targets)
 
     def gather(self, pages: Sequence[PageRef], tokens: int, after: Fence) -> list[Buffer]:
         """The bytes of `pages`, holding `tokens` tokens, one buffer a page, the last packed to its tokens.
@@ -117,6 +137,7 @@ class KVStorage:
         """
         after.wait()
         self._check(len(pages), tokens)
+        self.sums.forget(pages)
         if self._stream is None:
             rows = _rows(self.pages)
             whole = tokens // self.page_tokens
