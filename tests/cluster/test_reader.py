@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import ray
+from ray.exceptions import RayActorError
 
 from rollout.cluster.description import NAMESPACE, pool_name
 from rollout.cluster.pool import Pool
@@ -34,8 +36,9 @@ LONG_S, SHORT_S = 120.0, 0.5
 class Site:
     """Two pools, as if on two nodes, and a process that they store pages of; byte i fills page i."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, max_restarts: int = 0) -> None:
         self.service = f"reader-{uuid.uuid4().hex[:8]}"
+        self.max_restarts = max_restarts
         self.pools = {node: self.start(node) for node in (HERE, THERE)}
         self.worker = exporter()
         self.reader = PoolReader(self.service, HERE)
@@ -43,6 +46,7 @@ class Site:
     def start(self, node: NodeId) -> Any:
         config = PoolConfig.model_validate({"budget_bytes": 10 * PAGE_BYTES})
         options = {"name": pool_name(self.service, node), "namespace": NAMESPACE, "num_cpus": 0}
+        options["max_restarts"] = self.max_restarts
         return ray.remote(Pool).options(**options).remote(node, config, PAGE_TOKENS, TOKEN_BYTES, FINGERPRINT, 0)
 
     def store(self, node: NodeId, who: TrajectoryId, pages: int, first: int = 0) -> Image:
@@ -168,13 +172,106 @@ def test_an_image_is_read_from_two_nodes_and_what_is_far_is_charged_here_meanwhi
         site.let_go()
         assert [site.stats(node).still_read for node in (HERE, THERE)] == [2 * PAGE_BYTES, 3 * PAGE_BYTES]
         del segments
-    assert fetched == [2], "all are asked for before one is waited for"
+    assert fetched == [1], "all that is far, and nothing else, is asked for before it is waited for"
     eventually(lambda: site.at_rest(HERE) and site.at_rest(THERE))
     after = [site.stats(node) for node in (HERE, THERE)]
     here, there = (
         (b.read_here - a.read_here, b.read_elsewhere - a.read_elsewhere) for a, b in zip(before, after, strict=True)
     )
     assert (here, there) == ((2 * PAGE_BYTES, 0), (0, 3 * PAGE_BYTES))
+
+
+def noted_calls(monkeypatch: pytest.MonkeyPatch, *names: str) -> list[str]:
+    """Names of these functions of Ray, each as often as it is called from now on."""
+    called: list[str] = []
+
+    def noting(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any, **options: Any) -> Any:
+            called.append(name)
+            return call(*args, **options)
+
+        return noted
+
+    for name in names:
+        monkeypatch.setattr(ray, name, noting(name, getattr(ray, name)))
+    return called
+
+
+def test_all_that_is_far_is_asked_for_before_any_of_it_is_waited_for(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = site.store(THERE, ANN, 2), site.store(THERE, BOB, 3)
+    near = site.store(HERE, ANN, 1)
+    asked = noted_calls(monkeypatch, "wait", "get")
+    with opened(site, (*first.runs, *near.runs, *second.runs)) as segments:
+        assert [len(segment.buffers) for segment in segments] == [2, 1, 3]
+        # two leases, room, then all that is far; then each object
+        assert asked == ["get", "get", "get", "wait", "get", "get", "get"]
+
+
+def test_a_pool_is_looked_up_once_and_again_after_it_died(doomed: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = noted_calls(monkeypatch, "get_actor")
+    image = doomed.store(HERE, ANN, 2)
+    for _ in range(3):
+        with opened(doomed, image.runs) as segments:
+            assert [int(buffer[0]) for buffer in segments[0].buffers] == [0, 1]
+    eventually(lambda: doomed.at_rest(HERE))
+    assert len(looked) == 1
+    ray.kill(doomed.pools[HERE])
+    with pytest.raises(SegmentMissingError, match="ActorDiedError"), opened(doomed, image.runs):
+        pass
+    with pytest.raises(SegmentMissingError, match="no pool any more"), opened(doomed, image.runs):
+        pass
+    assert len(looked) == 2
+    doomed.pools[HERE] = doomed.start(HERE)
+    looked.clear()  # Ray asks whether the name is free
+    with pytest.raises(SegmentMissingError, match="are not all there"), opened(doomed, image.runs):
+        pass
+    with opened(doomed, doomed.store(HERE, ANN, 3).runs) as segments:
+        assert [int(buffer[0]) for buffer in segments[0].buffers] == [0, 1, 2]
+    assert len(looked) == 1
+    eventually(lambda: doomed.at_rest(HERE))
+
+
+def test_a_pool_that_ray_restarted_is_read_through_the_handle_of_before(ray_cluster: None) -> None:
+    site = Site(max_restarts=1)
+    try:
+        old = site.store(HERE, ANN, 2)
+        with opened(site, old.runs):
+            pass
+        pid = inside(site.pools[HERE], lambda self: __import__("os").getpid())
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(SegmentMissingError), opened(site, old.runs):
+            pass
+        new = eventually(lambda: _stored(site, BOB, 3))
+        assert new is not None
+        with pytest.raises(SegmentMissingError, match="are not all there"), opened(site, old.runs):
+            pass
+        with opened(site, new.runs) as segments:
+            assert [int(buffer[0]) for buffer in segments[0].buffers] == [0, 1, 2]
+        eventually(lambda: site.at_rest(HERE))
+    finally:
+        end(site)
+
+
+def _stored(site: Site, who: TrajectoryId, pages: int) -> Image | None:
+    """The image, or None while the pool is being restarted."""
+    try:
+        return site.store(HERE, who, pages)
+    except RayActorError:
+        return None
+
+
+def test_the_end_of_a_restore_waits_for_no_pool(site: Site) -> None:
+    image = site.store(HERE, ANN, 2)
+    context = opened(site, image.runs)
+    context.__enter__()
+    go_on = threading.Event()
+    site.reader._closing.submit(go_on.wait, LONG_S)
+    context.__exit__(None, None, None)
+    site.let_go()
+    assert site.stats(HERE).still_read == 2 * PAGE_BYTES, "a lease is held until it is closed"
+    go_on.set()
 
 
 def test_what_is_near_is_charged_nothing_and_an_empty_restore_asks_for_nothing(site: Site) -> None:
