@@ -21,7 +21,7 @@ from rollout.config import Config
 from rollout.control.messages import Assignment, Failed, Parked, Sampled, WorkerEvent
 from rollout.engine.assembly import assemble
 from rollout.errors import DeadlineError, RequestError
-from rollout.kv.image import Buffer, Manifest, describe
+from rollout.kv.image import Buffer, Manifest, describe, join
 from rollout.kv.restore import ImageReader
 from rollout.metrics import WorkerStats
 from rollout.model.spec import read_spec
@@ -171,6 +171,7 @@ class Host:
                 checksums=self._storage.checksums(pages[first:stop], tokens, buffers),
                 canary=self._storage.shadow(pages[first:stop], tokens),
             )
+            buffers = join(buffers)
         finally:
             self._exports.end(key, buffers)
         return manifest, buffers

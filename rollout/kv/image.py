@@ -18,6 +18,9 @@ from rollout.kv.keys import Fingerprint
 
 Buffer = NDArray[np.uint8]
 
+JOINED_BYTES = 32 << 20
+"""Least size of a buffer of several pages."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
@@ -70,6 +73,55 @@ def describe(
     sizes = [buffer.nbytes for buffer in buffers]
     assert sizes == [manifest.page_nbytes(i) for i in range(len(buffers))], (sizes, tokens)
     return manifest
+
+
+def join(buffers: Sequence[Buffer]) -> list[Buffer]:
+    """The same bytes in fewer buffers, where pages that follow each other in memory are many.
+
+    Ray copies a buffer of more than 1 MiB with several threads, which takes longer for one of a few MiB and less long
+    for a large one (measured: 256 MB in 33 ms as pages of 360 KiB, 103 as 6 MB, 23 as one): so pages stay apart, or
+    become large.
+    """
+    joined: list[Buffer] = []
+    start = 0
+    for i in range(1, len(buffers) + 1):
+        if i < len(buffers) and _follows(buffers[i], buffers[i - 1]):
+            continue
+        nbytes = _address(buffers[i - 1]) + buffers[i - 1].nbytes - _address(buffers[start])
+        if nbytes >= JOINED_BYTES:
+            joined.append(np.lib.stride_tricks.as_strided(buffers[start], shape=(nbytes,), strides=(1,)))
+        else:
+            joined += buffers[start:i]
+        start = i
+    return joined
+
+
+def split(manifest: Manifest, buffers: Sequence[Buffer]) -> list[Buffer]:
+    """The page buffers of a segment, of which `join` may have joined some.
+
+    Raises `SegmentDamagedError` if they do not add up.
+    """
+    pages: list[Buffer] = []
+    count = len(manifest.checksums)
+    for buffer in buffers:
+        start = 0
+        while start < buffer.nbytes and len(pages) < count:
+            stop = start + manifest.page_nbytes(len(pages))
+            pages.append(buffer[start:stop])
+            start = stop
+        if start != buffer.nbytes:
+            raise SegmentDamagedError(f"a buffer of {buffer.nbytes} bytes is not whole pages of the manifest")
+    return pages
+
+
+def _follows(buffer: Buffer, before: Buffer) -> bool:
+    """Whether it begins where the one before it ends, in the same memory."""
+    together = buffer.base is not None and buffer.base is before.base
+    return together and _address(buffer) == _address(before) + before.nbytes
+
+
+def _address(buffer: Buffer) -> int:
+    return int(buffer.__array_interface__["data"][0])
 
 
 def verify(manifest: Manifest, buffers: Sequence[Buffer], pages: range, tokens: int, expected: Fingerprint) -> None:

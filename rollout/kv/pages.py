@@ -32,14 +32,13 @@ class PageAllocator:
         return pages
 
     def give(self, pages: Iterable[int]) -> int:
-        """Take pages back; returns how many."""
-        count = 0
-        for page in pages:
+        """Take pages back; returns how many. They are handed out again in the order in which they were given."""
+        given = list(pages)
+        for page in given:
             assert self._owned[page], f"page {page} given back but not owned"
             self._owned[page] = 0
-            self._free.append(page)
-            count += 1
-        return count
+        self._free += reversed(given)
+        return len(given)
 
     def owned(self) -> set[int]:
         return {page for page, bit in enumerate(self._owned) if bit}

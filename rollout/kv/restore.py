@@ -16,7 +16,7 @@ from typing import Protocol
 from rollout.errors import CanaryError, DeadlineError, KVError, SegmentDamagedError
 from rollout.kv.chain import ChainValues
 from rollout.kv.fence import Fence
-from rollout.kv.image import Buffer, Manifest, verify_page, verify_sizes
+from rollout.kv.image import Buffer, Manifest, split, verify_page, verify_sizes
 from rollout.kv.keys import Fingerprint
 from rollout.kv.storage import KVStorage
 from rollout.kv.tiers import Tier
@@ -136,12 +136,13 @@ class Restorer:
                 part = range(run.first, run.first + run.pages)
                 tokens = min(run.pages * page_tokens, image.kv_tokens - (first_page + done) * page_tokens)
                 try:
-                    verify_sizes(segment.manifest, segment.buffers, part, tokens, self._fingerprint)
+                    buffers = split(segment.manifest, segment.buffers)
+                    verify_sizes(segment.manifest, buffers, part, tokens, self._fingerprint)
                     targets = pages[done : done + run.pages]
-                    check = partial(_check, segment, run.first)
-                    self._storage.scatter(targets, tokens, [segment.buffers[index] for index in part], after, check)
+                    check = partial(_check, segment.manifest, buffers, run.first)
+                    self._storage.scatter(targets, tokens, [buffers[index] for index in part], after, check)
                     for target, index in zip(targets, part, strict=True):
-                        whole = segment.buffers[index].nbytes == self._storage.page_bytes
+                        whole = buffers[index].nbytes == self._storage.page_bytes
                         verified = segment.manifest.checksums[index] if whole else None
                         self._storage.sums.put((Tier.DEVICE, target), verified)
                     if self._storage.canaries is not None and chain is not None:
@@ -156,9 +157,9 @@ class Restorer:
                 done += run.pages
 
 
-def _check(segment: Segment, first: int, index: int) -> None:
+def _check(manifest: Manifest, buffers: Sequence[Buffer], first: int, index: int) -> None:
     """The checksum of a page, counted from page `first` of the segment."""
-    verify_page(segment.manifest, segment.buffers, first + index)
+    verify_page(manifest, buffers, first + index)
 
 
 def _from_page(runs: Sequence[SegmentRun], first_page: int) -> list[SegmentRun]:

@@ -1,5 +1,7 @@
 """Segments say what they hold, and what is not as said is refused (case C12)."""
 
+import ctypes
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -7,9 +9,11 @@ import numpy as np
 import pytest
 
 from rollout.errors import SegmentDamagedError
-from rollout.kv.image import Buffer, checksum, describe, verify
+from rollout.kv.fence import Passed
+from rollout.kv.image import Buffer, checksum, describe, join, split, verify
 from rollout.kv.keys import Fingerprint
 from rollout.kv.restore import Segment
+from rollout.kv.tiers import Tier
 from tests.kv.pool import DTYPES, FINGERPRINT, PAGE, make_segment, make_storage, page_bytes, tokens_in
 
 STORAGE = make_storage(6, seed=0)
@@ -141,3 +145,48 @@ def test_describing_buffers_of_the_wrong_size_asserts() -> None:
             token_bytes=STORAGE.token_bytes,
             tokens=TOKENS + 1,
         )
+
+
+@pytest.mark.parametrize("tokens", [6 * PAGE, 6 * PAGE - 1])
+@pytest.mark.parametrize("pages", [[1, 2, 3, 4, 5, 6], [4, 5, 6, 1, 2, 3], [6, 5, 4, 3, 2, 1], [1, 2, 4, 6, 7, 8]])
+def test_joined_buffers_hold_the_same_bytes_and_are_split_into_the_same_pages(
+    monkeypatch: pytest.MonkeyPatch, pages: list[int], tokens: int
+) -> None:
+    storage = make_storage(8, seed=1)
+    monkeypatch.setattr("rollout.kv.image.JOINED_BYTES", 3 * storage.page_bytes)
+    buffers = storage.gather([(Tier.DEVICE, page) for page in pages], tokens, Passed())
+    facts = {"fingerprint": FINGERPRINT, "page_tokens": PAGE, "token_bytes": storage.token_bytes, "tokens": tokens}
+    manifest = describe(buffers, **facts)
+    joined = join(buffers)
+    assert b"".join(buffer.tobytes() for buffer in joined) == b"".join(buffer.tobytes() for buffer in buffers)
+    whole = tokens // PAGE
+    runs = [len(list(run)) for _, run in itertools.groupby(enumerate(pages[:whole]), lambda pair: pair[1] - pair[0])]
+    assert len(joined) == sum(1 if run >= 3 else run for run in runs) + len(pages) - whole
+    apart = split(manifest, joined)
+    assert [buffer.tobytes() for buffer in apart] == [buffer.tobytes() for buffer in buffers]
+    verify(manifest, apart, range(len(pages)), tokens, FINGERPRINT)
+
+
+def test_buffers_that_happen_to_lie_one_after_the_other_are_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may be freed apart."""
+    monkeypatch.setattr("rollout.kv.image.JOINED_BYTES", 1)
+    memory = np.zeros(64, dtype=np.uint8)
+    address = memory.__array_interface__["data"][0]
+    first, second = (
+        np.frombuffer((ctypes.c_uint8 * 32).from_address(address + start), dtype=np.uint8) for start in (0, 32)
+    )
+    assert [len(buffer) for buffer in join([first, second])] == [32, 32]
+    assert [len(buffer) for buffer in join([memory[:32], memory[32:]])] == [64]
+
+
+@pytest.mark.parametrize("cut", [1, 100])
+def test_buffers_that_are_not_whole_pages_are_refused(cut: int) -> None:
+    storage = make_storage(4, seed=1)
+    buffers = storage.gather([(Tier.DEVICE, page) for page in (1, 2, 3)], 3 * PAGE, Passed())
+    manifest = describe(
+        buffers, fingerprint=FINGERPRINT, page_tokens=PAGE, token_bytes=storage.token_bytes, tokens=3 * PAGE
+    )
+    with pytest.raises(SegmentDamagedError, match="not whole pages"):
+        split(manifest, [buffers[0], np.concatenate(buffers[1:])[:-cut]])
+    with pytest.raises(SegmentDamagedError, match="not whole pages"):
+        split(manifest, [*buffers, buffers[0]])
