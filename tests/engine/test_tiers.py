@@ -88,6 +88,10 @@ def in_pool(local: LocalService) -> bool:
     return local.record(TrajectoryId("p0/0")).pooled.image is not None
 
 
+def prefilled(local: LocalService) -> int:
+    return sum(worker.engine.stats.prefilled_tokens for worker in local.workers.values())
+
+
 def at_home(local: LocalService) -> Keep | None:
     home = local.record(TrajectoryId("p0/0")).home
     return home.where if home is not None else None
@@ -108,8 +112,10 @@ def test_a_suspended_trajectory_is_demoted_and_promoted_whole(
     assert at_home(local) == (None if lost or second is Keep.POOL else second)
     assert in_pool(local) == (second is Keep.POOL and not lost)
     assert len(local.record(TrajectoryId("p0/0")).columns) == columns
+    before = prefilled(local)
     local.resume(TrajectoryId("p0/0"))
     trajectory = local.run(1)[TrajectoryId("p0/0")]
+    assert lost or prefilled(local) == before  # cases C13, D3
     (resume,) = trajectory.resumes
     known = 40 + columns - 1
     assert resume.recomputed_tokens == (known - resume.cached_tokens if lost else 0)

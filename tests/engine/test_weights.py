@@ -1,0 +1,67 @@
+"""Case D1: under new weights nothing that old ones computed is found, in the tree, on the host or by name in a pool.
+
+Weights are replaced by hand here, as `update_weights` will do it.
+"""
+
+from pathlib import Path
+
+from rollout.control.messages import Parked
+from rollout.model.weights import load_weights, stream_safetensors
+from rollout.types import Keep, SamplingParams, Trajectory, TrajectoryId
+from tests.engine.test_parity import prompts
+from tests.local_service import LocalService
+from tests.tiny_models import make_tiny_llama
+
+PARAMS = SamplingParams(temperature=0.0, max_new_tokens=20, ignore_eos=True)
+(PROMPT,) = prompts(1, lengths=(70,))
+HOST = {"bytes": 1 << 20, "write": {"kind": "write_through"}, "load_back_tokens": 0}
+
+
+def update(service: LocalService, path: Path, weights_id: str) -> None:
+    for worker in service.workers.values():
+        decoder = worker.engine._runner._decoder
+        load_weights(decoder, stream_safetensors(path))
+        worker.engine._weights_id = weights_id
+
+
+def roll_out(service: LocalService, key: str) -> Trajectory:
+    service.submit(key, PROMPT, PARAMS)
+    return service.run(1)[TrajectoryId(f"{key}/0")]
+
+
+def parked_keys(service: LocalService, key: str) -> set[bytes]:
+    """Names of the pages of a trajectory of the prompt, stopped."""
+    service.submit(key, PROMPT, PARAMS)
+    name = TrajectoryId(f"{key}/0")
+    service.step_until(lambda: len(service.record(name).columns) >= 12)
+    service.abort(name, keep=Keep.NONE)
+    service.step_until(lambda: service.record(name).intent is None)
+    events = [event for event in service.log if isinstance(event, Parked) and event.trajectory_id == name]
+    return set(events[-1].page_keys)
+
+
+def test_new_weights_reuse_nothing_and_give_what_a_cold_service_gives(tmp_path: Path) -> None:
+    old, new = make_tiny_llama(tmp_path / "old"), make_tiny_llama(tmp_path / "new", seed=5)
+    cold = LocalService(new, workers=1)
+    expected = roll_out(cold, "p")
+    cold.close()
+    service = LocalService(old, workers=1, host=HOST, canary=True)
+    engine = service.workers[next(iter(service.workers))].engine
+    before = roll_out(service, "old")
+    names = parked_keys(service, "old-again")
+    cached = engine.stats.cached_tokens
+    assert cached > 0
+    assert engine.stats.host.tree > 0
+    update(service, new, "new weights")
+    found = roll_out(service, "new")
+    assert found.output_ids == expected.output_ids
+    assert found.logprobs == expected.logprobs
+    assert found.output_ids != before.output_ids
+    assert engine.stats.cached_tokens == cached
+    assert not names & parked_keys(service, "new-again")
+    assert engine.stats.cached_tokens > cached  # of the new ones
+    update(service, old, "old weights, loaded again")
+    again = roll_out(service, "back")
+    assert again.output_ids == before.output_ids
+    assert again.logprobs == before.logprobs
+    service.close()
