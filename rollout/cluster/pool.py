@@ -104,7 +104,7 @@ class Pool:
         """Fields of `PoolStats`."""
 
     async def export(self, worker: Any, incarnation: str, order: Export) -> Exported | ExportFailed:
-        """Store what is missing of a parked sequence's KV.
+        """Store what is missing of a parked sequence's KV, then have the worker free it if that is ordered.
 
         If that fails, the pool holds for the trajectory what it held before; others may have been displaced.
         """
@@ -116,6 +116,8 @@ class Pool:
             async with asyncio.timeout(self._timeout_s):
                 await self._export(job)
             self._complete(job)
+            if order.release:
+                worker.release.remote(incarnation, (order.trajectory_id, order.epoch))
         except (KVError, RayError, TimeoutError) as error:
             late = isinstance(error, TimeoutError)
             text = f"the worker did not answer within {self._timeout_s:g} s" if late else one_line(error)

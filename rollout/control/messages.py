@@ -230,11 +230,15 @@ class Export:
     """An earlier image, whose whole pages need not be sent again."""
     turn: Turn
     """When the trajectory is expected to need the image, as far as is known now; see `Expect`."""
+    release: bool
+    """Nothing but a `Release` will follow on the worker, whatever comes of the export. So the pool, once it holds the
+    image, has the worker free the pages there and then; the controller, when it hears of that, says so again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Release:
-    """Free the pages of a sequence that stopped, wherever they are on the worker."""
+    """Free the pages of a sequence that stopped, wherever they are on the worker; nothing happens to one that left
+    nothing there."""
 
     worker: WorkerId
     trajectory_id: TrajectoryId

@@ -159,6 +159,7 @@ class Suspensions:
                 page_keys=event.page_keys,
                 base=record.pooled.image,
                 turn=record.turn,
+                release=back is None,
             ),
             *record.pooled.expect(record.turn),
         ]

@@ -32,12 +32,23 @@ class FakeRef:
         return asyncio.shield(self._task).__await__()
 
 
+class Releases:
+    """Whose pages a worker was told to free."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, SequenceKey]] = []
+
+    def remote(self, incarnation: str, key: SequenceKey) -> None:
+        self.calls.append((incarnation, key))
+
+
 class FakeWorker:
     """Its export task is complete when the test lets it go on; `sent` is what it was asked for."""
 
     def __init__(self, fails: Exception | None = None, fingerprint: Fingerprint = FINGERPRINT) -> None:
         self.tokens: dict[SequenceKey, int] = {}
         self.sent: list[Sent] = []
+        self.release = Releases()
         self.running = 0
         self.go_on = asyncio.Event()
         self.go_on.set()
@@ -79,7 +90,15 @@ class FakeWorker:
         )
 
     def parked(
-        self, name: str, prompt: str, output: str, epoch: int = 1, base: Image | None = None, turn: Turn = SOON
+        self,
+        name: str,
+        prompt: str,
+        output: str,
+        epoch: int = 1,
+        base: Image | None = None,
+        turn: Turn = SOON,
+        *,
+        release: bool = True,
     ) -> Export:
         """The order for a sequence, each token a letter; a page's name is its letters and all before it."""
         tokens = prompt + output
@@ -95,6 +114,7 @@ class FakeWorker:
             page_keys=tuple(tokens[: (page + 1) * PAGE_TOKENS].encode() for page in range(whole)),
             base=base,
             turn=turn,
+            release=release,
         )
 
 

@@ -165,6 +165,45 @@ def test_a_failure_half_way_lets_go_of_what_was_sent_for_it() -> None:
     run(scene)
 
 
+@pytest.mark.parametrize("ordered", [True, False])
+def test_a_worker_is_told_to_free_what_is_stored_once_all_of_it_is(ordered: bool) -> None:
+    async def scene() -> None:
+        pool, worker = make_pool(), FakeWorker()
+        worker.go_on.clear()
+        order = worker.parked("ann", "pppp", "ooo", release=ordered)
+        export = asyncio.ensure_future(stored(pool, worker, order))
+        await until(lambda: worker.running == 1)
+        assert worker.release.calls == []
+        worker.go_on.set()
+        await export
+        assert worker.release.calls == [("now", ("ann", 1))] * ordered
+
+    run(scene)
+
+
+@pytest.mark.parametrize("page", [0, 1])
+def test_a_worker_keeps_what_was_not_stored_until_the_controller_says_otherwise(page: int) -> None:
+    async def scene() -> None:
+        pool, worker = make_pool(), FakeWorker()
+        worker.fails_from = page
+        with pytest.raises(NotStored, match="ActorDiedError"):
+            await stored(pool, worker, worker.parked("ann", "pppp", "ooo"))
+        assert worker.release.calls == []
+
+    run(scene)
+
+
+def test_what_a_later_export_superseded_is_not_freed_by_the_pool() -> None:
+    async def scene() -> None:
+        pool, worker = make_pool(), FakeWorker()
+        await stored(pool, worker, worker.parked("ann", "pppp", "oooo", epoch=2))
+        with pytest.raises(NotStored, match="SupersededError"):
+            await stored(pool, worker, worker.parked("ann", "pppp", "ooo", epoch=1))
+        assert worker.release.calls == [("now", ("ann", 2))]
+
+    run(scene)
+
+
 def test_a_late_export_stays_charged_until_it_can_write_no_more() -> None:
     async def scene() -> None:
         pool, worker = make_pool(export_timeout_s=0.05), FakeWorker()

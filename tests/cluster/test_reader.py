@@ -62,6 +62,7 @@ class Site:
             page_keys=tuple(f"{who} {page}".encode() for page in range(pages)),
             base=Image(runs=(base,), kv_tokens=first * PAGE_TOKENS) if first else None,
             turn=Turn(Wait.QUEUED, 0),
+            release=False,
         )
         event = ray.get(self.pools[node].export.remote(self.worker, "now", order), timeout=LONG_S)
         assert isinstance(event, Exported), event

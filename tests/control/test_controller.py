@@ -105,6 +105,7 @@ def test_a_whole_life_with_one_slice_on_each_worker() -> None:
             page_keys=slice_over.page_keys,
             base=None,
             turn=Turn(Wait.QUEUED, 0),
+            release=True,
         )
     ]
     assert scene.phase() is Phase.SUSPENDING

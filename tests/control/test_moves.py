@@ -434,6 +434,19 @@ def test_an_end_during_a_move_releases_once_and_delivers(stage: str) -> None:
 # Exports that fail --------------------------------------------------------------------------------
 
 
+def test_the_pool_frees_what_left_the_batch_but_not_what_may_be_kept_again() -> None:
+    """A pool that answers too late must not have freed what is kept since."""
+    scene = decoding()
+    scene.abort()
+    assert only_export(scene.report(W1, parked(kv=7))).release
+    scene = recalling(Keep.HOST, Keep.POOL)
+    assert not only_export(scene.report(W1, recalled(kv=7))).release
+    assert scene.handle(export_failed()) == [keep_there(Keep.HOST)]
+    assert scene.handle(exported(image(7, "a"))) == [retain()]
+    scene.report(W1, moved(where=Keep.HOST))
+    assert home(scene) == (Keep.HOST, 1)
+
+
 @ON_WORKER
 def test_an_image_whose_export_fails_is_kept_where_it_was(where: Keep) -> None:
     scene = demoting(where)

@@ -333,6 +333,7 @@ class World:
         self.loose: set[TrajectoryId] = set()
         """A pool may have stored something for them that the controller does not know of."""
         self.released: set[SequenceKey] = set()
+        self.released_by_pool: set[SequenceKey] = set()
         self.started: dict[SequenceKey, str] = {}
         """With the incarnation of the worker."""
         self.promotions = 0
@@ -463,12 +464,13 @@ class World:
                     del self.kept[t]
             case KeepThere(trajectory_id=t, epoch=epoch):
                 key = (t, epoch)
-                assert key not in self.released, "kept after its release"
+                assert key not in self.released | self.released_by_pool, "kept after its release"
                 assert key in self.late or key not in self.unanswered.values(), "kept during its export"
                 assert self.started[key] == site.believed, "kept on another worker than it was left on"
                 self.kept[t] = key
             case Recall(trajectory_id=t, epoch=epoch):
                 assert self.kept.get(t) == (t, epoch), "recalled though it was not kept"
+                assert (t, epoch) not in self.released_by_pool, "recalled after its release"
                 assert self.started[t, epoch] == site.believed, "recalled from another worker than it was left on"
         if site.process is not None and site.process.incarnation == site.believed:
             site.process.inbox.append(command)
@@ -614,6 +616,10 @@ class World:
         made = Image(runs=tuple(runs), kv_tokens=order.kv_tokens)
         done = Exported(trajectory_id=key[0], epoch=key[1], image=made, sent_bytes=pages, displaced=made_room)
         self.answers.append((order_number, done))
+        if order.release:
+            assert process is not None
+            self.released_by_pool.add(key)
+            process.inbox.append(Release(worker=order.worker, trajectory_id=key[0], epoch=key[1]))
 
     def _later_than(self, order: Export) -> list[TrajectoryId]:
         """Who has an image in the pool of an export that is needed later, the last one first."""
