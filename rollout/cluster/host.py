@@ -184,6 +184,7 @@ class Host:
                 self._take_messages()
                 for finish in self._exports.collect(time.monotonic()):
                     finish()
+                self._engine.expire()
                 if not self._engine.idle:
                     self._tell(self._engine.step())
                 self.stats = self._snapshot()

@@ -146,6 +146,10 @@ class Engine:
         """Free what only this sequence used; nothing happens if it left nothing here."""
         self._events += self._images.release(key)
 
+    def expire(self) -> None:
+        """Free what was held for long enough; to be called now and then, idle or not."""
+        self._cache.kept.expire(time.monotonic())
+
     def sources(self, key: SequenceKey) -> tuple[tuple[PageRef, ...], Fence]:
         """Pages of a parked or recalled image, and what must have been computed before they are read.
 

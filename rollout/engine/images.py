@@ -164,9 +164,8 @@ class Images:
         return [_freed(key, freed)]
 
     def poll(self, now: float) -> list[WorkerEvent]:
-        """Finish what waited for copies; free the tails that were held long enough."""
+        """Finish what waited for copies."""
         events: list[WorkerEvent] = []
-        self._cache.kept.expire(now)
         moved = dict(self._cache.kept.take_moved(expires_at=now + self._tail_hold_s))
         for key, left in list(self._left.items()) if moved or self.busy else ():
             if (freed := moved.get(left.image)) is not None:

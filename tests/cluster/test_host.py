@@ -13,11 +13,21 @@ import torch
 
 from rollout.cluster.host import Host
 from rollout.config import load_config
-from rollout.control.messages import Assignment, Failed, Finished, Freed, Parked, Sampled, WorkerEvent
+from rollout.control.messages import Assignment, Failed, Finished, Freed, Moved, Parked, Sampled, WorkerEvent
 from rollout.errors import SegmentMissingError
 from rollout.kv.image import verify
 from rollout.kv.restore import Segment
-from rollout.types import Columns, FinishReason, NodeId, SamplingParams, SegmentRun, SequenceKey, TrajectoryId, WorkerId
+from rollout.types import (
+    Columns,
+    FinishReason,
+    Keep,
+    NodeId,
+    SamplingParams,
+    SegmentRun,
+    SequenceKey,
+    TrajectoryId,
+    WorkerId,
+)
 from tests.cluster.scene import eventually, settings
 
 PAGE_TOKENS = 16
@@ -98,12 +108,16 @@ def make_host(kv_model: Path) -> Iterator[Callable[..., Driver]]:
     """Hosts with 15 pages of KV; their threads stay, asleep."""
     threads = torch.get_num_threads()
 
-    def make(export_timeout_s: float = 60.0) -> Driver:
+    def make(export_timeout_s: float = 60.0, tail_hold_s: float = 60.0) -> Driver:
         config = load_config(
             settings(
                 kv_model,
                 "none",
-                engine={"kv_bytes": (PAGES + 1) * PAGE_TOKENS * 8192, "max_context_tokens": None},
+                engine={
+                    "kv_bytes": (PAGES + 1) * PAGE_TOKENS * 8192,
+                    "max_context_tokens": None,
+                    "tail_hold_s": tail_hold_s,
+                },
                 pool={"export_timeout_s": export_timeout_s},
             )
         )
@@ -236,3 +250,18 @@ def test_an_assignment_that_cannot_run_fails_alone(make_host: Callable[..., Driv
         failed = driver.until(Failed, name)
         assert isinstance(failed, Failed)
         assert failed.error.startswith(error)
+
+
+def test_the_tail_of_a_kept_trajectory_is_freed_in_bounded_time_though_the_engine_is_idle(
+    make_host: Callable[..., Driver],
+) -> None:
+    driver = make_host(tail_hold_s=0.2)
+    key = driver.start("ann", tokens=100, slice_tokens=30)
+    driver.until(Parked, "ann")
+    driver.host.keep(key, Keep.DEVICE)
+    driver.until(Moved, "ann")
+    eventually(lambda: driver.host.stats.engine.device.private == 0)
+    assert driver.host.stats.engine.device.tree > 0
+    driver.host.release(key)
+    driver.until(Freed, "ann")
+    eventually(lambda: driver.host.stats.engine.device.free == PAGES)

@@ -171,12 +171,11 @@ def recomputed(path: Path, order: Callable[[list[int]], list[int]], *, policy: s
 
 @pytest.mark.parametrize("order", [list, lambda indices: indices[::-1]], ids=["same order", "reversed"])
 def test_a_second_pass_over_more_prompts_than_the_device_holds_finds_them_on_the_host(
-    path: Path, order: Callable[[list[int]], list[int]], record_property: Callable[[str, object], None]
+    path: Path, order: Callable[[list[int]], list[int]]
 ) -> None:
     without = recomputed(path, order, policy="none", share=None)
     through = recomputed(path, order, policy="write_through", share=1.1)
     back = recomputed(path, order, policy="write_back", share=0.6)
-    record_property("recomputed", {"without": without, "write_through 1.1": through, "write_back 0.6": back})
-    floor = 64  # the last token of each prompt is always fed
-    assert through - floor <= 0.05 * (without - floor)
-    assert back - floor <= 0.15 * (without - floor)
+    assert without > 1000
+    assert through <= 0.05 * without
+    assert back <= 0.15 * without
