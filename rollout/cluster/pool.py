@@ -3,7 +3,7 @@
 It calls the workers' export task, so it owns what they return and the bytes outlive their process. It
 awaits manifests only and never looks at data. An export is charged as a whole, once it is known what the
 pool lacks of it. One event loop, no locks but one per prompt that is being stored, so that a group's prompt
-is sent once.
+is sent once. Each call of a worker is a round trip: what is little is sent with what it follows.
 """
 
 import asyncio
@@ -12,7 +12,6 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -22,6 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rollout.cluster.calls import one_line
 from rollout.cluster.description import NAMESPACE, WorkerDescription, pool_name
+from rollout.cluster.jobs import Job, Part, as_runs
 from rollout.cluster.spilling import SpillWatch, find_spill_parent
 from rollout.cluster.warmth import Warmth
 from rollout.config import Config, PoolConfig
@@ -29,7 +29,7 @@ from rollout.control.messages import Displaced, Export, Exported, ExportFailed
 from rollout.errors import KVError, PoolFullError, SegmentDamagedError, SupersededError
 from rollout.kv.image import Manifest
 from rollout.kv.keys import Fingerprint, PageKey
-from rollout.kv.ledger import DropReason, Place, PoolLedger
+from rollout.kv.ledger import DropReason, PoolLedger
 from rollout.metrics import PoolStats
 from rollout.types import Image, NodeId, SegmentId, SegmentRun, TrajectoryId, Turn
 
@@ -37,31 +37,6 @@ LOOK_S = 2.0
 """Spilling is not looked for more often."""
 COPY_WAIT_S = 0.5
 """Who waits for room looks again after this, since readers that died say nothing."""
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Job:
-    """An export under way."""
-
-    worker: Any
-    incarnation: str
-    order: Export
-    claim: int
-    """Of the ledger: what the export holds until its trajectory does."""
-    turn: Turn
-    runs: list[SegmentRun] = field(default_factory=list)
-    """The image so far."""
-    sent: int = 0
-    shared: int = 0
-    warm: bool = True
-    displaced: list[Displaced] = field(default_factory=list)
-    late: Any = None
-    """The manifest of a task that nobody waits for any more, and that may still write."""
-    late_nbytes: int = 0
-
-    @property
-    def pages(self) -> int:
-        return sum(run.pages for run in self.runs)
 
 
 class Pool:
@@ -96,7 +71,7 @@ class Pool:
         self._warmth = Warmth()
         self._written_by: dict[SegmentId, str] = {}
         """The incarnation of the worker that sent each segment."""
-        self._jobs: set[_Job] = set()
+        self._jobs: set[Job] = set()
         self._late: set[asyncio.Task[None]] = set()
         self._credited = asyncio.Event()
         self._named = 0
@@ -110,7 +85,15 @@ class Pool:
         """
         self._expire()
         claim = self._ledger.open_claim(order.trajectory_id)
-        job = _Job(worker=worker, incarnation=incarnation, order=order, claim=claim, turn=order.turn)
+        job = Job(
+            worker=worker,
+            incarnation=incarnation,
+            order=order,
+            page_tokens=self._page_tokens,
+            token_bytes=self._token_bytes,
+            claim=claim,
+            turn=order.turn,
+        )
         self._jobs.add(job)
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -234,7 +217,7 @@ class Pool:
             return f"pool of node {self._node}: {violation}"
         return None
 
-    async def _export(self, job: _Job) -> None:
+    async def _export(self, job: Job) -> None:
         """Complete the runs of `job`: what others stored, then what the worker sends, prompt and private apart."""
         order = job.order
         job.runs = self._usable(order.base)
@@ -245,9 +228,9 @@ class Pool:
                 self._find(job)
                 await self._send(job, order.prompt_pages)
         self._find(job)
-        await self._send(job, -(-order.kv_tokens // self._page_tokens))
+        await self._send(job, job.all_pages)
 
-    def _complete(self, job: _Job) -> None:
+    def _complete(self, job: Job) -> None:
         order = job.order
         if self._ledger.superseded(job.claim, order.epoch):
             raise SupersededError(f"{order.trajectory_id}: a later export than that of epoch {order.epoch} is stored")
@@ -269,51 +252,63 @@ class Pool:
             left -= pages
         return runs
 
-    def _find(self, job: _Job) -> None:
+    def _find(self, job: Job) -> None:
         """Continue the runs with pages that are stored already."""
         places = self._ledger.find([PageKey(key) for key in job.order.page_keys[job.pages :]])
         self._ledger.hold(job.claim, {place.segment for place in places})
         job.shared += len(places) * self._page_tokens * self._token_bytes
-        job.runs += _as_runs(self._node, places)
+        job.runs += as_runs(self._node, places)
 
-    def _reserve(self, job: _Job) -> None:
+    def _reserve(self, job: Job) -> None:
         """Charge all that the pool still lacks of the image."""
         lacking = (job.order.kv_tokens - job.pages * self._page_tokens) * self._token_bytes
         displaced = self._ledger.reserve(job.claim, lacking, job.turn)
         job.displaced += [Displaced(trajectory_id=t, segments=segments) for t, segments in displaced.items()]
         self._let_go()
 
-    async def _send(self, job: _Job, end: int) -> None:
-        """Continue the runs up to page `end` with segments that the worker sends."""
-        order = job.order
+    async def _send(self, job: Job, end: int) -> None:
+        """Continue the runs up to page `end` with segments that the worker sends, and with what follows if that is
+        little and not stored already."""
         if job.pages < end:
             self._reserve(job)
-        while (first := job.pages) < end:
-            stop = min(end, first + self._object_pages)
-            tokens = min(stop * self._page_tokens, order.kv_tokens) - first * self._page_tokens
-            nbytes = tokens * self._token_bytes
-            key = (order.trajectory_id, order.epoch)
-            job.warm &= self._warmth.born(job.incarnation, nbytes)
-            manifest_ref, data_ref = job.worker.export.remote(job.incarnation, key, first, stop)
-            try:
-                manifest: Manifest = await manifest_ref
-                if manifest.nbytes != nbytes or manifest.fingerprint != self._fingerprint:
-                    raise SegmentDamagedError(f"{key}: {manifest.nbytes} bytes were sent, {nbytes} expected")
-            except BaseException as error:
-                self._warmth.died(job.incarnation, nbytes)
-                if isinstance(error, asyncio.CancelledError):
-                    job.late, job.late_nbytes = manifest_ref, nbytes
-                raise
-            self._named += 1
-            segment = SegmentId(f"{self._name}-{self._named}")
-            self._segments[segment] = (manifest, data_ref)
-            self._written_by[segment] = job.incarnation
-            names = [PageKey(page) for page in order.page_keys[first:stop]]
-            self._ledger.commit(job.claim, segment, nbytes, names)
-            job.sent += nbytes
-            job.runs.append(SegmentRun(node=self._node, segment=segment, first=0, pages=stop - first))
+        while job.pages < end:
+            parts = job.next_parts(end, self._object_pages)
+            if len(parts) > 1 and self._ledger.find([PageKey(key) for key in job.order.page_keys[end : end + 1]]):
+                parts.pop()
+            await self._call(job, parts)
 
-    async def _outlast(self, job: _Job) -> None:
+    async def _call(self, job: Job, parts: Sequence[Part]) -> None:
+        """Have the worker send an object for each part. All of them are stored, or none."""
+        key = (job.order.trajectory_id, job.order.epoch)
+        nbytes = sum(part.nbytes for part in parts)
+        job.warm &= self._warmth.born(job.incarnation, nbytes)
+        export = job.worker.export.options(num_returns=1 + len(parts))
+        answer, *objects = export.remote(job.incarnation, key, [(part.first, part.stop) for part in parts])
+        try:
+            manifests: list[Manifest] = await answer
+            for part, manifest in zip(parts, manifests, strict=True):
+                if manifest.nbytes != part.nbytes or manifest.fingerprint != self._fingerprint:
+                    raise SegmentDamagedError(f"{key}: {manifest.nbytes} bytes were sent, {part.nbytes} expected")
+        except BaseException as error:
+            self._warmth.died(job.incarnation, nbytes)
+            if isinstance(error, asyncio.CancelledError):
+                job.late, job.late_nbytes = answer, nbytes
+            raise
+        for part, manifest, data in zip(parts, manifests, objects, strict=True):
+            self._store(job, part, manifest, data)
+
+    def _store(self, job: Job, part: Part, manifest: Manifest, data: Any) -> None:
+        """Continue the runs with an object that was sent."""
+        self._named += 1
+        segment = SegmentId(f"{self._name}-{self._named}")
+        self._segments[segment] = (manifest, data)
+        self._written_by[segment] = job.incarnation
+        names = [PageKey(page) for page in job.order.page_keys[part.first : part.stop]]
+        self._ledger.commit(job.claim, segment, part.nbytes, names)
+        job.sent += part.nbytes
+        job.runs.append(SegmentRun(node=self._node, segment=segment, first=0, pages=part.stop - part.first))
+
+    async def _outlast(self, job: Job) -> None:
         """Credit an export that nobody waits for any more, once it cannot write any more."""
         with contextlib.suppress(RayError, KVError):
             await job.late
@@ -353,15 +348,3 @@ def start_pool(config: Config, worker: WorkerDescription) -> Any:
             worker.max_context * worker.token_bytes,
         )
     )
-
-
-def _as_runs(node: NodeId, places: Sequence[Place]) -> list[SegmentRun]:
-    """Consecutive places joined to runs."""
-    runs: list[SegmentRun] = []
-    for place in places:
-        last = runs[-1] if runs else None
-        if last is not None and last.segment == place.segment and last.first + last.pages == place.index:
-            runs[-1] = SegmentRun(node=node, segment=last.segment, first=last.first, pages=last.pages + 1)
-        else:
-            runs.append(SegmentRun(node=node, segment=place.segment, first=place.index, pages=1))
-    return runs

@@ -5,6 +5,7 @@ after Ray has restarted the process. Calls that name another incarnation of the 
 """
 
 import uuid
+from collections.abc import Sequence
 
 import numpy as np
 import ray
@@ -89,16 +90,20 @@ class Worker:
             return Batch(incarnation=self._incarnation, number=0, silent_s=0.0, events=())
         return self._host.poll(acknowledged, wait_s)
 
-    @ray.method(concurrency_group="data", num_returns=2)
-    def export(self, incarnation: str, key: SequenceKey, first: int, stop: int) -> tuple[Manifest, list[Buffer]]:
-        """Pages [first, stop) of a parked sequence; the caller owns the data that this returns.
+    @ray.method(concurrency_group="data")
+    def export(
+        self, incarnation: str, key: SequenceKey, parts: Sequence[tuple[int, int]]
+    ) -> tuple[list[Manifest], *tuple[list[Buffer], ...]]:
+        """Pages [first, stop) of a parked sequence for each part: the manifests, then the data of each.
 
-        Raises `SegmentMissingError` if it is not parked here.
+        The caller asks for as many returns, all of which it owns. Raises `SegmentMissingError` if the sequence is not
+        parked here.
         """
         host = self._addressed(incarnation)
         if host is None:
             raise SegmentMissingError(f"{key[0]}: worker {self._worker} was restarted since")
-        return host.export(key, first, stop)
+        exported = [host.export(key, first, stop) for first, stop in parts]
+        return [manifest for manifest, _ in exported], *(buffers for _, buffers in exported)
 
     @ray.method(concurrency_group="data")
     def warm(self) -> None:

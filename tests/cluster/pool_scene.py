@@ -25,10 +25,10 @@ Sent = tuple[TrajectoryId, int, int]
 class FakeRef:
     """A reference that can be awaited several times; a waiter that is cancelled does not end the task."""
 
-    def __init__(self, work: Coroutine[Any, Any, Manifest]) -> None:
+    def __init__(self, work: Coroutine[Any, Any, list[Manifest]]) -> None:
         self._task = asyncio.ensure_future(work)
 
-    def __await__(self) -> Generator[Any, None, Manifest]:
+    def __await__(self) -> Generator[Any, None, list[Manifest]]:
         return asyncio.shield(self._task).__await__()
 
 
@@ -48,6 +48,8 @@ class FakeWorker:
     def __init__(self, fails: Exception | None = None, fingerprint: Fingerprint = FINGERPRINT) -> None:
         self.tokens: dict[SequenceKey, int] = {}
         self.sent: list[Sent] = []
+        self.returns: list[int] = []
+        """Of each task."""
         self.release = Releases()
         self.running = 0
         self.go_on = asyncio.Event()
@@ -65,21 +67,33 @@ class FakeWorker:
     def export(self) -> Any:
         return self
 
-    def remote(self, incarnation: str, key: tuple[TrajectoryId, int], first: int, stop: int) -> Any:
-        self.sent.append((key[0], first, stop))
-        return FakeRef(self._manifest(key, first, stop)), object()
+    def options(self, *, num_returns: int) -> Any:
+        self.returns.append(num_returns)
+        return self
 
-    async def _manifest(self, key: SequenceKey, first: int, stop: int) -> Manifest:
+    def remote(self, incarnation: str, key: SequenceKey, parts: list[tuple[int, int]]) -> Any:
+        assert self.returns[-1] == 1 + len(parts)
+        self.sent += [(key[0], first, stop) for first, stop in parts]
+        return FakeRef(self._export(key, parts)), *(self.data(key, first) for first, _ in parts)
+
+    def data(self, key: SequenceKey, first: int) -> object:
+        return object()
+
+    async def _export(self, key: SequenceKey, parts: list[tuple[int, int]]) -> list[Manifest]:
+        last = parts[-1][0]
         self.running += 1
-        if first >= self.hangs_from:
+        if last >= self.hangs_from:
             await self.go_on.wait()
         if key in self.slow:
             await self.slow[key].wait()
         self.running -= 1
         if self.fails is not None:
             raise self.fails
-        if first >= self.fails_from:
+        if last >= self.fails_from:
             raise ActorDiedError()
+        return [self.manifest(key, first, stop) for first, stop in parts]
+
+    def manifest(self, key: SequenceKey, first: int, stop: int) -> Manifest:
         tokens = min(stop * PAGE_TOKENS, self.tokens[key]) - first * PAGE_TOKENS
         return Manifest(
             fingerprint=self.fingerprint,

@@ -6,6 +6,7 @@ before the copy has ended.
 
 import asyncio
 import weakref
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -16,9 +17,10 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
 from rollout.control.messages import Export, Exported, ExportFailed
 from rollout.errors import SegmentMissingError
+from rollout.kv.image import Manifest
 from rollout.kv.keys import Fingerprint
-from rollout.types import Image, TrajectoryId, Turn, Wait
-from tests.cluster.pool_scene import HERE, FakeRef, FakeWorker, check, empty, make_pool, run, segments, until
+from rollout.types import Image, SequenceKey, TrajectoryId, Turn, Wait
+from tests.cluster.pool_scene import HERE, FakeWorker, check, empty, make_pool, run, segments, until
 
 ANN = TrajectoryId("ann")
 NONE: frozenset[Any] = frozenset()
@@ -42,12 +44,10 @@ class FailingWorker(FakeWorker):
         super().__init__()
         self.error = error
 
-    def remote(self, incarnation: str, key: Any, first: int, stop: int) -> Any:
-        manifest, data = super().remote(incarnation, key, first, stop)
-        return (FakeRef(self._fail()), data) if first >= self.fails_from else (manifest, data)
-
-    async def _fail(self) -> Any:
-        raise self.error
+    async def _export(self, key: SequenceKey, parts: Any) -> Any:
+        if parts[-1][0] >= self.fails_from:
+            raise self.error
+        return await super()._export(key, parts)
 
 
 @pytest.mark.parametrize("step", PAGES)
@@ -107,15 +107,51 @@ def test_a_hanging_step_whose_worker_dies_is_credited(step: str) -> None:
 @pytest.mark.parametrize("step", PAGES)
 def test_a_step_that_sends_something_else_is_refused(step: str) -> None:
     class Liar(FakeWorker):
-        def remote(self, incarnation: str, key: Any, first: int, stop: int) -> Any:
+        def manifest(self, key: SequenceKey, first: int, stop: int) -> Manifest:
             self.fingerprint = Fingerprint("another" if first >= PAGES[step] else "fingerprint")
-            return super().remote(incarnation, key, first, stop)
+            return super().manifest(key, first, stop)
 
     async def scene() -> None:
         pool, worker = make_pool(max_object_bytes=80), Liar()
         failed = await pool.export(worker, "now", ordered(worker))
         assert isinstance(failed, ExportFailed)
         assert failed.error.startswith("SegmentDamagedError")
+        await empty(pool)
+
+    run(scene)
+
+
+BOTH = {"the prompt": 0, "what follows it": 4}
+
+
+@pytest.mark.parametrize("part", BOTH)
+@pytest.mark.parametrize("fault", [*FAULTS, "it is something else", "it hangs"])
+def test_a_call_for_two_objects_stores_both_or_none(part: str, fault: str) -> None:
+    class Liar(FailingWorker):
+        def manifest(self, key: SequenceKey, first: int, stop: int) -> Manifest:
+            made = super().manifest(key, first, stop)
+            wrong = fault == "it is something else" and (first, key[1]) == (BOTH[part], 2)
+            return replace(made, tokens=made.tokens - 1) if wrong else made
+
+    async def scene() -> None:
+        pool, worker = make_pool(export_timeout_s=0.05), Liar(FAULTS.get(fault, ActorDiedError()))
+        if fault in FAULTS:
+            worker.fails_from = BOTH[part]
+        elif fault == "it hangs":
+            worker.hangs_from = BOTH[part]
+            worker.go_on.clear()
+        failed = await pool.export(worker, "now", ordered(worker))
+        assert isinstance(failed, ExportFailed)
+        assert worker.returns == [3]
+        stats = await pool.stats()
+        assert (stats.stored, stats.segments, stats.reserved) == (0, 0, 270 if fault == "it hangs" else 0)
+        assert worker.release.calls == []
+        worker.go_on.set()
+        await empty(pool)
+        worker.fails_from = 99
+        sibling = await pool.export(worker, "now", worker.parked("bob", "p" * 16, "o"))
+        assert isinstance(sibling, Exported), "nobody waits for the prompt any more"
+        await pool.retain(TrajectoryId("bob"), NONE)
         await empty(pool)
 
     run(scene)
@@ -130,7 +166,7 @@ def test_an_export_that_is_cancelled_with_its_caller_leaves_nothing() -> None:
         export.cancel()
         with pytest.raises(asyncio.CancelledError):
             await export
-        assert (await pool.stats()).reserved == 160
+        assert (await pool.stats()).reserved == 270
         worker.go_on.set()
         await empty(pool)
 
@@ -151,9 +187,8 @@ class BufferWorker(FakeWorker):
         super().__init__()
         self.freed: list[str] = []
 
-    def remote(self, incarnation: str, key: Any, first: int, stop: int) -> Any:
-        manifest, _ = super().remote(incarnation, key, first, stop)
-        return manifest, Buffer(f"{key} {first}", self.freed)
+    def data(self, key: SequenceKey, first: int) -> object:
+        return Buffer(f"{key} {first}", self.freed)
 
 
 @pytest.mark.parametrize("times", [1, 2, 5])
@@ -201,12 +236,12 @@ class Fate(FakeWorker):
         super().__init__()
         self.luck = luck
 
-    async def _manifest(self, key: Any, first: int, stop: int) -> Any:
+    async def _export(self, key: SequenceKey, parts: Any) -> Any:
         for _ in range(self.luck.randrange(6)):
             await asyncio.sleep(0)
         if self.luck.random() < 0.15:
             raise self.luck.choice(list(FAULTS.values()))
-        return await super()._manifest(key, first, stop)
+        return await super()._export(key, parts)
 
 
 @given(seed=st.integers(0, 2**32), budget=st.integers(40, 700))

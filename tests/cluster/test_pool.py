@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 from ray.exceptions import ActorDiedError
 
+from rollout.cluster import jobs
 from rollout.cluster import pool as module
 from rollout.errors import SegmentMissingError
 from rollout.kv.keys import Fingerprint
@@ -34,6 +35,7 @@ def test_an_image_covers_every_token_prompt_and_tail_included() -> None:
         order = worker.parked("ann", "pppppp", "ooooo")
         image, sent = await stored(pool, worker, order)
         assert worker.sent == [("ann", 0, 1), ("ann", 1, 3)]
+        assert worker.returns == [3], "one call, an object for the prompt and one for the rest"
         assert (image.kv_tokens, image.pages, sent) == (11, 3, 110)
         stats = await pool.stats()
         assert (stats.stored, stats.reserved, stats.segments, stats.exports, stats.sent) == (110, 0, 2, 1, 110)
@@ -42,14 +44,19 @@ def test_an_image_covers_every_token_prompt_and_tail_included() -> None:
     run(scene)
 
 
-def test_four_siblings_that_stop_together_send_their_prompt_once() -> None:
+@pytest.mark.parametrize(("joined_bytes", "asked"), [(30, 2), (29, 1)])
+def test_four_siblings_that_stop_together_send_their_prompt_once(
+    monkeypatch: pytest.MonkeyPatch, joined_bytes: int, asked: int
+) -> None:
+    monkeypatch.setattr(jobs, "JOINED_BYTES", joined_bytes)
+
     async def scene() -> None:
         pool, worker = make_pool(), FakeWorker()
         worker.go_on.clear()
         orders = [worker.parked(f"g/{i}", "pppppppp", f"{i}{i}{i}") for i in range(4)]
         exports = [asyncio.ensure_future(stored(pool, worker, order)) for order in orders]
         await until(lambda: worker.running == 1)
-        assert worker.sent == [("g/0", 0, 2)]
+        assert worker.sent == [("g/0", 0, 2), ("g/0", 2, 3)][:asked]
         worker.go_on.set()
         images = [image for image, _ in await asyncio.gather(*exports)]
         assert sorted(worker.sent) == [("g/0", 0, 2), *((f"g/{i}", 2, 3) for i in range(4))]
@@ -80,6 +87,32 @@ def test_a_sibling_sends_the_prompt_when_the_first_one_fails_to() -> None:
         image, _ = await second
         assert image.pages == 2
         assert (await pool.stats()).stored == 50
+        await check(pool)
+
+    run(scene)
+
+
+def test_what_follows_a_prompt_and_is_stored_already_is_not_sent_with_it() -> None:
+    async def scene() -> None:
+        pool, worker = make_pool(), FakeWorker()
+        base, _ = await stored(pool, worker, worker.parked("ann", "pppp", "oooo"))
+        await pool.drop(base.runs[0].segment)
+        image, sent = await stored(pool, worker, worker.parked("bob", "pppp", "ooooo"))
+        assert worker.sent[2:] == [("bob", 0, 1), ("bob", 2, 3)]
+        assert (image.pages, sent, image.runs[1]) == (3, 50, base.runs[1])
+        await check(pool)
+
+    run(scene)
+
+
+def test_what_follows_a_prompt_is_sent_apart_if_it_is_more_than_an_object() -> None:
+    async def scene() -> None:
+        pool, worker = make_pool(max_object_bytes=2 * PAGE_TOKENS * TOKEN_BYTES), FakeWorker()
+        await stored(pool, worker, worker.parked("ann", "p" * 12, "o" * 8))
+        await stored(pool, worker, worker.parked("bob", "q" * 12, "o" * 9))
+        assert worker.returns == [2, 3, 2, 2, 2, 2]
+        assert worker.sent[:3] == [("ann", 0, 2), ("ann", 2, 3), ("ann", 3, 5)]
+        assert worker.sent[3:] == [("bob", 0, 2), ("bob", 2, 3), ("bob", 3, 5), ("bob", 5, 6)]
         await check(pool)
 
     run(scene)
@@ -211,7 +244,7 @@ def test_a_late_export_stays_charged_until_it_can_write_no_more() -> None:
         with pytest.raises(NotStored, match=r"did not answer within 0\.05 s"):
             await stored(pool, worker, worker.parked("ann", "pppp", "ooo"))
         stats = await pool.stats()
-        assert (stats.reserved, stats.stored, pool._ledger.held_by(TrajectoryId("ann"))) == (40, 0, frozenset())
+        assert (stats.reserved, stats.stored, pool._ledger.held_by(TrajectoryId("ann"))) == (70, 0, frozenset())
         worker.go_on.set()
         await until(lambda: pool._ledger.reserved == 0)
         await check(pool)

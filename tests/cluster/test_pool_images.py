@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError
 
+from rollout.cluster import jobs
 from rollout.control.messages import Displaced, Exported
 from rollout.errors import PoolFullError
 from rollout.types import TrajectoryId, Turn, Wait
@@ -141,7 +142,11 @@ def test_an_image_that_is_read_is_not_displaced() -> None:
 
 
 @pytest.mark.parametrize("new_ends_first", [True, False])
-def test_an_older_epoch_never_disturbs_what_a_newer_one_stored(new_ends_first: bool) -> None:
+def test_an_older_epoch_never_disturbs_what_a_newer_one_stored(
+    monkeypatch: pytest.MonkeyPatch, new_ends_first: bool
+) -> None:
+    monkeypatch.setattr(jobs, "JOINED_BYTES", 0)  # the new one need not wait for all of the old one
+
     async def scene() -> None:
         pool, worker = make_pool(), FakeWorker()
         worker.slow = {(ANN, epoch): asyncio.Event() for epoch in (1, 2)}
@@ -264,7 +269,9 @@ def test_reads_are_counted_by_where_they_go() -> None:
     run(scene)
 
 
-def test_why_segments_are_gone_is_counted() -> None:
+def test_why_segments_are_gone_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "JOINED_BYTES", 0)  # so that a part of an image is stored in vain
+
     async def scene() -> None:
         pool, worker = make_pool(budget=200), FakeWorker()
         image, _ = await stored(pool, worker, worker.parked("ann", "pppp", "ooo"))

@@ -85,18 +85,18 @@ class Site:
 
 def exporter() -> Any:
     class Exporter:
-        @ray.method(num_returns=2)  # type: ignore[untyped-decorator]
-        def export(self, incarnation: str, key: Any, first: int, stop: int) -> Any:
+        def export(self, incarnation: str, key: Any, parts: Sequence[tuple[int, int]]) -> Any:
             import numpy as np
 
             from rollout.kv.image import describe
 
+            ((first, stop),) = parts
             pages = [np.full(PAGE_BYTES, page, dtype=np.uint8) for page in range(first, stop)]
             tokens = len(pages) * PAGE_TOKENS
             manifest = describe(
                 pages, fingerprint=FINGERPRINT, page_tokens=PAGE_TOKENS, token_bytes=TOKEN_BYTES, tokens=tokens
             )
-            return manifest, pages
+            return [manifest], pages
 
     return ray.remote(num_cpus=0)(Exporter).remote()
 
