@@ -132,7 +132,8 @@ class PoolConfig(Section):
     max_object_bytes: ByteSize = ByteSize(256 << 20)
     """Longer runs of pages are split into several objects."""
     warm_bytes: ByteSize = ByteSize(64 << 20)
-    """Shared memory each worker touches at start, since a first touch is several times slower."""
+    """Shared memory each worker touches at start, since a first touch is several times slower. As much of the node's
+    memory is taken at once."""
     export_timeout_s: PositiveFloat = 30.0
     """Seconds from leaving the batch until the KV is in the pool; then it is dropped and recomputed."""
     restore_timeout_s: PositiveFloat = 30.0

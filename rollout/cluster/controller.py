@@ -241,8 +241,8 @@ class ControllerActor:
         """Have a worker touch shared memory, and tell the pool it exports to."""
         with contextlib.suppress(RayError, TimeoutError):
             async with asyncio.timeout(self._config.cluster.start_timeout_s):
-                await worker.warm.remote()
-            self._pools[described.node].warmed.remote(described.incarnation)
+                touched = await worker.warm.remote()
+            self._pools[described.node].warmed.remote(described.incarnation, touched)
 
     async def _relay(self, worker: Any, described: WorkerDescription, wait_s: float, unresponsive_s: float) -> str:
         """Poll one incarnation for as long as it answers; returns why it does no more."""

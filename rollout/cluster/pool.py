@@ -54,7 +54,6 @@ class Pool:
         """`copy_room` is what readers on this node may copy from other nodes beside the budget, in bytes."""
         self._node = node
         self._timeout_s = config.export_timeout_s
-        self._warm_bytes = int(config.warm_bytes)
         self._page_tokens = page_tokens
         self._token_bytes = token_bytes
         self._fingerprint = fingerprint
@@ -174,9 +173,9 @@ class Pool:
         self._ledger.close_lease(lease)
         self._let_go()
 
-    async def warmed(self, incarnation: str) -> None:
-        """This process of a worker has touched the shared memory that it is to touch at start."""
-        self._warmth.touched(incarnation, self._warm_bytes)
+    async def warmed(self, incarnation: str, nbytes: int) -> None:
+        """This process of a worker has touched so much shared memory at start."""
+        self._warmth.touched(incarnation, nbytes)
 
     async def spilled(self) -> int | None:
         """Bytes that Ray has moved from this node's store to disk, as far as seen; None if that is not known."""

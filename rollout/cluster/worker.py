@@ -7,11 +7,11 @@ after Ray has restarted the process. Calls that name another incarnation of the 
 import uuid
 from collections.abc import Sequence
 
-import numpy as np
 import ray
 
 from rollout.cluster.description import Batch, WorkerDescription
 from rollout.cluster.host import Host
+from rollout.cluster.mapping import touch_store
 from rollout.cluster.reader import PoolReader
 from rollout.config import Config
 from rollout.control.messages import Assignment
@@ -22,7 +22,6 @@ from rollout.types import Keep, NodeId, SequenceKey, WorkerId
 
 GROUPS = {"control": 1, "events": 1, "data": 2}
 """Threads of each concurrency group; one for `control` keeps commands in order."""
-WARM_CHUNK_BYTES = 8 << 20
 
 
 class Worker:
@@ -106,11 +105,9 @@ class Worker:
         return [manifest for manifest, _ in exported], *(buffers for _, buffers in exported)
 
     @ray.method(concurrency_group="data")
-    def warm(self) -> None:
-        """Touch shared memory, so that this process has it mapped before the first export."""
-        chunk = np.zeros(WARM_CHUNK_BYTES, dtype=np.uint8)
-        refs = [ray.put(chunk) for _ in range(int(self._config.pool.warm_bytes) // WARM_CHUNK_BYTES)]
-        del refs
+    def warm(self) -> int:
+        """Touch shared memory, so that this process has it mapped before the first export; returns how much."""
+        return touch_store(int(self._config.pool.warm_bytes))
 
     def _addressed(self, incarnation: str) -> Host | None:
         return self._host if incarnation == self._incarnation else None

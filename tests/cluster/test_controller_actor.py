@@ -62,8 +62,8 @@ class FakeWorker:
         self.silent_s = 0.0
         self.told: asyncio.Queue[tuple[Any, ...]] = asyncio.Queue()
         self.number = 0
-        self.start, self.stop, self.release, self.warm = (Method(nothing) for _ in range(4))
-        self.poll, self.describe = Method(self._poll), Method(self._describe)
+        self.start, self.stop, self.release = (Method(nothing) for _ in range(3))
+        self.poll, self.describe, self.warm = Method(self._poll), Method(self._describe), Method(self._warm)
 
     def tell(self, *events: Any) -> None:
         self.told.put_nowait(events)
@@ -80,6 +80,9 @@ class FakeWorker:
             raise self.gone
         self.number += 1
         return Batch(incarnation=self.incarnation, number=self.number, silent_s=self.silent_s, events=events)
+
+    async def _warm(self) -> int:
+        return 64
 
     async def _describe(self) -> WorkerDescription:
         return self.described
@@ -324,7 +327,7 @@ def test_a_pool_hears_when_its_worker_has_touched_shared_memory(kv_model: Path, 
     async def scene() -> None:
         here = Scene(kv_model)
         await here.begin()
-        await until(lambda: here.pool.warmed.calls == [("first",)])
+        await until(lambda: here.pool.warmed.calls == [("first", 64)])
 
     run(scene)
 

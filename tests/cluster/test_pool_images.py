@@ -236,7 +236,7 @@ def test_what_is_released_while_an_export_builds_on_it_stays_for_that() -> None:
 
 def test_an_export_is_warm_if_its_process_has_touched_as_much_before() -> None:
     async def scene() -> None:
-        pool, worker = make_pool(warm_bytes=160), FakeWorker()
+        pool, worker = make_pool(), FakeWorker()
         kinds: list[tuple[int, int]] = []
         for name, release in [("a", "a"), ("b", ""), ("c", "b"), ("d", "c"), ("e", "")]:
             await stored(pool, worker, worker.parked(name, "", name * (9 if name == "e" else 8)))
@@ -244,11 +244,11 @@ def test_an_export_is_warm_if_its_process_has_touched_as_much_before() -> None:
             stats = await pool.stats()
             kinds.append((stats.warm_exports, stats.cold_exports))
             if name == "d":
-                await pool.warmed("now")
+                await pool.warmed("now", 160)
         # 80 bytes are new; then they were touched; 160 are new; were touched; 170 are new, whatever the start warmed
         assert kinds == [(0, 1), (1, 1), (1, 2), (2, 2), (2, 3)]
-        pool, worker = make_pool(warm_bytes=160), FakeWorker()
-        await pool.warmed("now")
+        pool, worker = make_pool(), FakeWorker()
+        await pool.warmed("now", 160)
         await stored(pool, worker, worker.parked("a", "", "a" * 16))
         await pool.export(worker, "a later process", worker.parked("b", "", "b" * 16))
         stats = await pool.stats()
