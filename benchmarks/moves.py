@@ -106,6 +106,7 @@ class Scene:
         trace = self._trace("free")
         stop, parked, freed = trace.first("stop"), trace.first("abort"), trace.first("free")
         stored, released = trace.first("pool"), trace.first("release")
+        held = min(stored.end, released.begin)  # the pool has the pages released, and then answers
         wait = trace.within("step", stop.begin, parked.begin)
         exporting = trace.seconds("export")
         phases = {
@@ -115,8 +116,8 @@ class Scene:
             "gather": trace.seconds("gather"),
             "checksum": trace.seconds("describe"),
             "rest_of_export": exporting - trace.seconds("gather") - trace.seconds("describe"),
-            "store": stored.seconds - exporting,
-            "to_release": released.begin - stored.end,
+            "store": held - stored.begin - exporting,
+            "to_release": released.begin - held,
             "free": freed.end - released.begin,
         }
         return Move(
