@@ -22,7 +22,8 @@ from pydantic import PositiveInt
 
 from benchmarks.measure import Repeats, in_ms, interleaved, timed
 from rollout.config import Section
-from rollout.kv.radix import Node, RadixTree, edge_bytes
+from rollout.kv.nodes import Node, edge_bytes
+from rollout.kv.radix import RadixTree
 from rollout.kv.tiers import Tier
 from rollout.types import TrajectoryId
 

@@ -245,6 +245,12 @@ class Config(Section):
     sampling: SamplingConfig = SamplingConfig()
     run: RunConfig = RunConfig()
 
+    @model_validator(mode="after")
+    def _host_is_there(self) -> "Config":
+        if self.abort.keep == "host" and not self.host.bytes:
+            raise ValueError("abort.keep: got host, which needs host.bytes > 0")
+        return self
+
 
 def load_config(source: Path | str | Mapping[str, Any], overrides: Iterable[str] = ()) -> Config:
     """Read and validate a configuration; `overrides` are `a.b=value` strings.

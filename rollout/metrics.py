@@ -49,8 +49,12 @@ class EngineStats:
     """Positions taken from the prefix tree at admission."""
     restored_bytes: int
     preemptions: int
-    load_back_tokens: float
-    """Least length of a prefix on the host that is loaded rather than computed again, now."""
+    load_back_tokens: float | None
+    """Least length of a prefix on the host that is loaded rather than computed again, now; None: none is."""
+    written_bytes: int
+    """Copied from the device to the host."""
+    loaded_bytes: int
+    """Copied from the host to the device."""
     device: TierStats
     host: TierStats
     page_bytes: int
@@ -67,6 +71,8 @@ class WorkerStats:
     incarnation: str
     engine: EngineStats
     weights_id: str
+    exported_bytes: int
+    """Sent to pools."""
     exporting: int
     """Exports whose buffers are still in use, now."""
 

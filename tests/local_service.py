@@ -121,6 +121,8 @@ class LocalService:
         )
         self.calls = itertools.count()
         self.workers: dict[WorkerId, Assembled] = {}
+        self.woken = threading.Event()
+        """A copy of some worker is over."""
         self.log: list[WorkerEvent] = []
         self.exports: list[Export] | None = None
         """Exports asked for and not carried out, once a test has made this a list."""
@@ -135,7 +137,7 @@ class LocalService:
             read_spec(self.model.path),
             reader=self.pool,
             restore_timeout_s=60.0,
-            wake=lambda: None,
+            wake=self.woken.set,
             weights_id="weights",
             version=Version(0),
         )
@@ -178,7 +180,10 @@ class LocalService:
         for worker, assembled in self.workers.items():
             if assembled.engine.idle:
                 continue
+            self.woken.clear()
             events = assembled.engine.step()
+            if assembled.engine.blocked and assembled.engine.copying:
+                self.woken.wait(0.02)  # not all steps there may be while a thread copies
             assembled.engine.audit()
             self.log += events
             self.handle(WorkerReport(worker=worker, incarnation=worker, events=tuple(events)))

@@ -26,6 +26,8 @@ class _Parked:
     fence: Fence
     deadline: float
     expired: Callable[[], None]
+    overdue: Callable[[], None] | None = None
+    """What to do if it is closed and still read at the deadline; `expired` then takes the place of `finish`."""
     finish: list[Callable[[], None]] = field(default_factory=list)
     """What to do once it is closed and read by nobody."""
     readers: int = 0
@@ -62,9 +64,12 @@ class Exports:
     ) -> None:
         """A sequence was parked; its pages can be exported, after `fence`, until `deadline`.
 
-        `expired` is what `collect` returns then.
+        `expired` is what `collect` returns then. Of one that is open already only the deadline changes.
         """
         with self._lock:
+            if key in self._parked:
+                self._parked[key].deadline = deadline
+                return
             self._parked[key] = _Parked(
                 pages=pages, kv_tokens=kv_tokens, fence=fence, deadline=deadline, expired=expired
             )
@@ -93,8 +98,11 @@ class Exports:
         self._gone.put(key)
         self._wake()
 
-    def close(self, key: SequenceKey, finish: Callable[[], None]) -> None:
-        """No new export may begin; `finish` is what `collect` returns once none is under way."""
+    def close(self, key: SequenceKey, finish: Callable[[], None], overdue: Callable[[], None] | None = None) -> None:
+        """No new export may begin; `finish` is what `collect` returns once none is under way.
+
+        With `overdue`, that is returned at the deadline if one still is, and what expired sequences have after it.
+        """
         with self._lock:
             parked = self._parked.get(key)
             if parked is None:
@@ -102,6 +110,7 @@ class Exports:
             else:
                 parked.closed = True
                 parked.finish.append(finish)
+                parked.overdue = overdue
 
     def collect(self, now: float) -> list[Callable[[], None]]:
         """What to do now, for sequences that are closed or past their deadline, and read by nobody."""
@@ -113,7 +122,11 @@ class Exports:
                     parked.closed = True
                     parked.finish.append(parked.expired)
             done = [key for key, parked in self._parked.items() if parked.closed and not parked.readers]
+            late = [p for p in self._parked.values() if p.overdue and p.readers and p.deadline <= now]
+            overdue = [parked.overdue for parked in late if parked.overdue]
+            for parked in late:
+                parked.finish, parked.overdue = [parked.expired], None
             finish = [what for key in done for what in self._parked.pop(key).finish]
         while not self._ends.empty():
             finish.append(self._ends.get())
-        return finish
+        return overdue + finish

@@ -18,7 +18,7 @@ import torch
 from rollout.cluster.description import Batch, WorkerDescription
 from rollout.cluster.exports import Exports
 from rollout.config import Config
-from rollout.control.messages import Assignment, Failed, Parked, Sampled, WorkerEvent
+from rollout.control.messages import Assignment, Failed, Moved, Parked, Sampled, WorkerEvent
 from rollout.engine.assembly import assemble
 from rollout.errors import DeadlineError, RequestError
 from rollout.kv.image import Buffer, Manifest, describe, join
@@ -55,6 +55,7 @@ class Host:
         """Pages of a parked sequence that nobody releases are freed after this."""
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._exports = Exports(self._wake)
+        self._exported_bytes = 0
         torch.set_num_threads(self._threads)
         engine = config.engine
         if engine.device == "auto" and not config.cluster.gpus_per_worker:
@@ -103,7 +104,7 @@ class Host:
 
     def keep(self, key: SequenceKey, where: Keep) -> None:
         """Leave a parked sequence's pages on this worker, once no export reads them."""
-        self._exports.close(key, lambda: self._engine.keep(key, where))
+        self._exports.close(key, lambda: self._engine.keep(key, where), lambda: self._give_up_keeping(key))
         self._wake()
 
     def recall(self, key: SequenceKey) -> None:
@@ -172,6 +173,7 @@ class Host:
                 canary=self._storage.shadow(pages[first:stop], tokens),
             )
             buffers = join(buffers)
+            self._exported_bytes += manifest.nbytes
         finally:
             self._exports.end(key, buffers)
         return manifest, buffers
@@ -191,6 +193,11 @@ class Host:
         except BaseException:
             logger.exception("worker %s: the engine failed; its process ends", self._worker)
             os._exit(1)
+
+    def _give_up_keeping(self, key: SequenceKey) -> None:
+        """An export still reads what was to be kept: it is released once that is over."""
+        error = "an export did not let go of it in time"
+        self._tell([Moved(trajectory_id=key[0], epoch=key[1], where=Keep.DEVICE, kv_tokens=0, error=error)])
 
     def _take_messages(self) -> None:
         """Run what came in; with nothing to run, wait for the next message."""
@@ -236,6 +243,7 @@ class Host:
             incarnation=self._incarnation,
             engine=self._engine.stats,
             weights_id=self._weights_id,
+            exported_bytes=self._exported_bytes,
             exporting=self._exports.exporting,
         )
 

@@ -208,7 +208,9 @@ class Engine:
             cached_tokens=self._cached,
             restored_bytes=self._restorer.restored_bytes,
             preemptions=self._preemptions,
-            load_back_tokens=self._rates.load_back_tokens,
+            load_back_tokens=None if math.isinf(self._rates.load_back_tokens) else self._rates.load_back_tokens,
+            written_bytes=self._cache.stats(Tier.HOST).arrived * self._runner.page_bytes,
+            loaded_bytes=self._cache.stats(Tier.DEVICE).arrived * self._runner.page_bytes,
             device=self._cache.stats(Tier.DEVICE),
             host=self._cache.stats(Tier.HOST),
             page_bytes=self._runner.page_bytes,
@@ -218,7 +220,7 @@ class Engine:
         """Take in what copies, restores and moves are over, and what waited for them."""
         for done in self._copier.poll():
             self._cache.tiered.copied(done.copy_id, ok=done.ok)
-            if done.ok and done.to is Tier.DEVICE:
+            if done.ok:
                 self._rates.copied(done.nbytes, done.seconds)
         for restored in self._restorer.poll():
             sequence = self._sequences[restored.key]

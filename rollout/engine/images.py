@@ -25,7 +25,7 @@ class _Left:
     releasing: bool = False
     moving: bool = False
     wanted: Keep | None = None
-    """Where it is to go once it has moved."""
+    """Where it is to go once there is room, which copies are making."""
 
 
 class Images:
@@ -44,7 +44,7 @@ class Images:
     @property
     def busy(self) -> bool:
         """Whether `poll` is to be called when copies are complete."""
-        return any(left.releasing or left.moving for left in self._left.values())
+        return any(left.releasing or left.moving or left.wanted is not None for left in self._left.values())
 
     @property
     def pinned(self) -> int:
@@ -54,8 +54,9 @@ class Images:
     def park(self, sequence: Sequence) -> Parked:
         """The sequence's holding becomes a pinned image; so does, if it never had pages, what it left here before."""
         page_tokens = self._cache.page_tokens
-        if sequence.holding is None and self.of(sequence.trajectory_id) is not None:
-            return self._park_again(sequence, self._left[self._latest[sequence.trajectory_id]])
+        before = self._settled(sequence.trajectory_id) if sequence.holding is None else None
+        if before is not None and before.image.weights_id == sequence.weights_id:
+            return self._park_again(sequence, before)
         tokens = sequence.computed if sequence.holding is not None else 0
         key = sequence.key_of(tokens // page_tokens * page_tokens)
         if sequence.holding is not None:
@@ -94,19 +95,17 @@ class Images:
         """Pages of a parked or recalled image, in order; nobody writes to them until the next command for it."""
         return self._cache.kept.sources(self._left[key].image)
 
-    def of(self, trajectory: TrajectoryId) -> kept.Kept | None:
-        """What a trajectory left here last, if it was kept and nothing is under way with it."""
-        left = self._left.get(self._latest.get(trajectory, (trajectory, -1)))
-        if left is None or left.image.pinned or left.moving or left.releasing:
-            return None
-        return left.image
+    def of(self, trajectory: TrajectoryId, weights_id: str) -> kept.Kept | None:
+        """What a trajectory left here last under these weights, if it was kept and nothing is under way with it."""
+        left = self._settled(trajectory)
+        return left.image if left is not None and left.image.weights_id == weights_id else None
 
     def resumed(self, trajectory: TrajectoryId) -> None:
         """What the trajectory left here last is over: it goes on with it, or without."""
-        key = self._latest.get(trajectory)
-        if key is not None and self.of(trajectory) is not None:
-            self._cache.kept.forget(self._left[key].image)
-            self._remove(key)
+        left = self._settled(trajectory)
+        if left is not None:
+            self._cache.kept.forget(left.image)
+            self._remove(self._latest[trajectory])
 
     def adopted(self, trajectory: TrajectoryId) -> None:
         """The cache made it part of a holding."""
@@ -118,7 +117,7 @@ class Images:
         if left is None or left.releasing:
             error = "it is not on this worker any more"
             return [Moved(trajectory_id=key[0], epoch=key[1], where=Keep.DEVICE, kv_tokens=0, error=error)]
-        if left.moving:
+        if left.moving or left.wanted is not None:
             return []
         tier = Tier.HOST if where is Keep.HOST else Tier.DEVICE
         expires_at = now + self._tail_hold_s
@@ -127,6 +126,9 @@ class Images:
             self._cache.kept.unpin(image, expires_at=expires_at)
             return [self._kept(left, None)]
         if not self._cache.kept.move(image, tier):
+            if tier is Tier.DEVICE and self._cache.leaving:
+                left.wanted = where  # there will be room
+                return []
             self._cache.kept.unpin(image, expires_at=expires_at)
             return [self._kept(left, f"no room on the {tier} for {image.tokens} tokens")]
         left.moving = True
@@ -135,9 +137,9 @@ class Images:
     def recall(self, key: SequenceKey) -> list[WorkerEvent]:
         """Pin what is left of an image, to be exported; an image that is no longer here has no tokens left."""
         left = self._left.get(key)
-        if left is None:
+        if left is None or left.releasing:
             return [Recalled(trajectory_id=key[0], epoch=key[1], kv_tokens=0, prompt_pages=0, page_keys=())]
-        if left.releasing or left.moving:
+        if left.moving or left.wanted is not None:
             return []
         self._cache.kept.pin(left.image)
         tokens, page_tokens = left.image.tokens, self._cache.page_tokens
@@ -176,7 +178,17 @@ class Images:
                     events.append(_freed(key, freed))
             if left.releasing:
                 events += self.release(key)
+            elif left.wanted is not None:
+                where, left.wanted = left.wanted, None
+                events += self.keep(key, where, now)
         return events
+
+    def _settled(self, trajectory: TrajectoryId) -> _Left | None:
+        """What a trajectory left here last, if it was kept and nothing is under way with it."""
+        left = self._left.get(self._latest.get(trajectory, (trajectory, -1)))
+        if left is None or left.image.pinned or left.moving or left.releasing:
+            return None
+        return left
 
     def _kept(self, left: _Left, error: str | None) -> Moved:
         where = Keep.HOST if left.image.tier is Tier.HOST else Keep.DEVICE

@@ -1,5 +1,7 @@
 """What this worker was seen to take for prefill and for copies from the host, as moving averages."""
 
+PROBE_EVERY = 16
+"""Of so many loads that are not worth it, one is made."""
 WEIGHT = 0.2
 """Of a new measurement."""
 
@@ -14,9 +16,21 @@ class Rates:
         self._prefill_s: float | None = None
         """Of one token."""
         self._copy_s: float | None = None
-        """Of one token, host to device."""
+        """Of one token, between host and device."""
         self._wait_s: float | None = None
         """From a load's admission until the sequence runs, without the copying itself."""
+        self._refused = 0
+        """Loads that were not made, since the last that was made all the same."""
+
+    def worth_loading(self, tokens: int) -> bool:
+        """Whether a prefix of `tokens` tokens on the host is loaded; now and then one is that need not be, which
+        measures again what is compared."""
+        if tokens >= self.load_back_tokens:
+            return True
+        if self._fixed is not None:
+            return False
+        self._refused = (self._refused + 1) % PROBE_EVERY
+        return self._refused == 0
 
     @property
     def load_back_tokens(self) -> float:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from rollout.engine.images import Images
 from rollout.engine.rates import Rates
 from rollout.engine.sequence import Sequence, Status
-from rollout.kv.cache import KVCache, Stored
-from rollout.kv.kept import Kept
+from rollout.engine.sources import Sources, find_sources
+from rollout.kv.cache import KVCache
 from rollout.kv.tiers import Tier
 
 
@@ -42,30 +42,6 @@ class Admission:
     def known_tokens(self) -> int:
         """Positions that have KV when it runs."""
         return self.cached_tokens + self.loaded_tokens + self.restored_tokens
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sources:
-    """Where the KV of what a sequence knows will come from, in pages of the prefix tree and tokens of an image."""
-
-    stored: Stored
-    wanted: int
-    device: int
-    host: int
-    """After these, to be loaded."""
-    tail: Kept | None
-    """What the trajectory left here, if that continues these pages and has more than the pool."""
-    image_tokens: int
-    """Of the pool's image."""
-    page_tokens: int
-
-    @property
-    def stored_tokens(self) -> int:
-        return (self.device + self.host) * self.page_tokens
-
-    @property
-    def arriving(self) -> bool:
-        return self.stored.arriving
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +151,8 @@ class Scheduler:
     def _make_room(self) -> tuple[tuple[Sequence, ...], list[Sequence]]:
         """One more page for every decoding sequence that needs it, oldest first, preempting the youngest.
 
-        A sequence whose page is on its way out, or pinned by an export, sits the step out: preempting would not help.
+        A sequence whose page is on its way out, or held by an export or a copy, sits the step out: preempting would
+        not help.
         """
         preempted: list[Sequence] = []
         stalled: list[Sequence] = []
@@ -186,7 +163,8 @@ class Scheduler:
                 if self._cache.grow(sequence.pages, self._cache.pages_for(sequence.computed + 1)):
                     break
                 victim = next(s for s in reversed(self._running) if s.status is Status.RUNNING)
-                if self._cache.leaving or (victim is sequence and self._images.pinned):
+                held = self._images.pinned or self._cache.tiered.flights
+                if self._cache.leaving or (victim is sequence and held):
                     stalled.append(sequence)
                     break
                 preempted.append(victim)
@@ -206,7 +184,7 @@ class Scheduler:
         for sequence in list(self._waiting):
             if len(self._running) >= self._limits.max_running:
                 break
-            sources = self._sources(sequence)
+            sources = find_sources(sequence, self._cache, self._images, self._rates, unit=self._unit)
             if sources.arriving or self._sibling_computes(sequence, sources.stored_tokens + self._unit):
                 continue
             admission = self._open(sequence, sources) if self._fits(sequence, sources) else None
@@ -216,32 +194,6 @@ class Scheduler:
             self._running.append(sequence)
             admitted.append(admission)
         return tuple(admitted)
-
-    def _sources(self, sequence: Sequence) -> Sources:
-        """Where the KV of what the sequence knows can come from: device, then host, then the pool or its own tail."""
-        page_tokens = self._cache.page_tokens
-        wanted = sequence.reusable_end // page_tokens
-        stored = self._cache.stored(sequence.weights_id, sequence.key_of(wanted * page_tokens), wanted)
-        found = stored.device + stored.host if sequence.loadable else stored.device
-        image_tokens = sequence.image.kv_tokens if sequence.image is not None else 0
-        left = self._images.of(sequence.trajectory_id)
-        here = left.tokens if left is not None and left.tail and left.tokens // page_tokens == found else 0
-        if max(found * page_tokens, here, image_tokens) < sequence.prompt_tokens:  # prefill goes on behind these
-            found = found * page_tokens // self._unit * self._unit // page_tokens
-            here = here if left is not None and left.tokens // page_tokens == found else 0
-        device = min(stored.device, found)
-        host = (found - device) * page_tokens + (here % page_tokens if left and left.tier is Tier.HOST else 0)
-        if host < self._rates.load_back_tokens and image_tokens < found * page_tokens:
-            found, here = device, (here if found == device else 0)
-        return Sources(
-            stored=stored,
-            wanted=wanted,
-            device=device,
-            host=found - device,
-            tail=left if here > image_tokens else None,
-            image_tokens=image_tokens,
-            page_tokens=page_tokens,
-        )
 
     def _fits(self, sequence: Sequence, sources: Sources) -> bool:
         """Whether there are pages for what it knows, and one more for each running sequence."""
@@ -279,7 +231,7 @@ class Scheduler:
         grown = not restored or cache.grow(holding, cache.pages_for(sources.image_tokens), reserved=True)
         grown = grown and cache.grow(holding, pages)
         assert grown, (len(sequence.tokens), cache.stats())
-        cache.count(sources.stored, sources.wanted)
+        cache.admitted(holding, sources.stored, sources.wanted)
         sequence.holding = holding
         sequence.restoring = restored > 0
         sequence.status = Status.RESTORING if restored or holding.loads else Status.RUNNING

@@ -20,7 +20,6 @@ class Status(StrEnum):
     WAITING = "waiting"
     RESTORING = "restoring"
     RUNNING = "running"
-    PARKED = "parked"
 
 
 class Sequence:

@@ -12,7 +12,8 @@ from functools import partial
 
 from rollout.config import NoWrites, WritePolicy, WriteThroughSelective
 from rollout.kv.kept import Kept, KeptImages
-from rollout.kv.radix import ID_BYTES, Node, RadixTree
+from rollout.kv.nodes import ID_BYTES, Node
+from rollout.kv.radix import RadixTree
 from rollout.kv.tiered import TieredTree
 from rollout.kv.tiers import CopyId, Tier
 from rollout.metrics import TierStats
@@ -112,12 +113,13 @@ class KVCache:
         while node.parent is not None and not node.device.pages:
             node = node.parent
         self._tree.lock(node, Tier.DEVICE)
-        if isinstance(self.tiered.write_policy, WriteThroughSelective):
-            self.tiered.write_through(node)
         return Holding(owner, weights_id, node, _device_pages(node))
 
-    def count(self, found: Stored, wanted: int) -> None:
-        """Count pages found, and not found, for a sequence that wanted `wanted`."""
+    def admitted(self, holding: Holding, found: Stored, wanted: int) -> None:
+        """A sequence that looked for `wanted` pages goes on with its holding: that is a hit of all it has."""
+        self._tree.hit(holding.node)
+        if isinstance(self.tiered.write_policy, WriteThroughSelective) and not holding.loads:
+            self.tiered.write_through(holding.node)
         device, host = (self.tiered.counts[tier] for tier in Tier)
         device.hits += found.device
         device.misses += wanted - found.device

@@ -39,10 +39,6 @@ class Chain:
             self._values.append(value)
             position += 1
 
-    def cut(self, length: int) -> None:
-        """Forget all but the first `length` positions: their KV is computed anew, maybe by other weights."""
-        del self._values[length:]
-
     def values(self, start: int, end: int) -> ChainValues:
         """The values of positions [start, end), which must be known."""
         assert 0 <= start <= end <= len(self._values), (start, end, len(self._values))

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 from rollout.kv.fence import Fence
 from rollout.kv.storage import KVStorage
@@ -34,7 +35,7 @@ class Copier:
     """Executes plans one after the other."""
 
     def __init__(self, storage: KVStorage, *, wake: Callable[[], None]) -> None:
-        """`wake` is called from the copy thread when a batch is completed."""
+        """`wake` is called from the copy thread when a copy is completed."""
         self._storage = storage
         self._wake = wake
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="copy")
@@ -42,7 +43,8 @@ class Copier:
 
     def submit(self, copies: Sequence[Copy], after: Fence) -> None:
         """Execute what a step planned, after the computation before `after`."""
-        self._thread.submit(self._run, copies, after)
+        first = sorted(copies, key=lambda copy: copy.to is Tier.HOST)  # sequences wait for those to the device
+        self._thread.submit(self._run, first, after)
 
     def poll(self) -> list[Copied]:
         """Copies completed since the last call, in the order in which they ended."""
@@ -52,15 +54,20 @@ class Copier:
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _run(self, copies: Sequence[Copy], after: Fence) -> None:
+        computed = self._attempt("waiting for the computation before a batch of copies", after.wait)
         for copy in copies:
             start = time.perf_counter()
-            try:
-                self._storage.copy(copy.to, copy.sources, copy.targets, after)
-                ok = True
-            except Exception:
-                logger.exception("a copy of %d pages to the %s failed", len(copy.sources), copy.to)
-                ok = False
+            execute = partial(self._storage.copy, copy.to, copy.sources, copy.targets, after)
+            ok = computed and self._attempt(f"a copy of {len(copy.sources)} pages to the {copy.to}", execute)
             nbytes = len(copy.sources) * self._storage.page_bytes
             seconds = time.perf_counter() - start
             self._completed.put(Copied(copy_id=copy.copy_id, to=copy.to, ok=ok, nbytes=nbytes, seconds=seconds))
-        self._wake()
+            self._wake()
+
+    def _attempt(self, what: str, work: Callable[[], None]) -> bool:
+        try:
+            work()
+        except Exception:
+            logger.exception("%s failed", what)
+            return False
+        return True

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
-from rollout.kv.radix import ID_BYTES, Node
+from rollout.kv.nodes import ID_BYTES, Node
 from rollout.kv.tiered import TieredTree
 from rollout.kv.tiers import CopyId, PageRef, Tier
 from rollout.types import TrajectoryId
@@ -166,7 +166,7 @@ class KeptImages:
         return [(kept, self._settle(kept, expires_at)) for kept in moved]
 
     def drop(self, kept: Kept) -> FreedPages | None:
-        """Free all that only this trajectory used; None, and nothing changed, if copies of that are under way."""
+        """Free all that only this trajectory used; None, with the image pinned, if copies of that are under way."""
         if kept.moving:
             return None
         self.pin(kept)

@@ -41,8 +41,6 @@ class KVStorage:
         self.pages: Tensor = torch.zeros((pages + 1, *shape), dtype=dtype, device=device)
         """Of the device."""
         self.host_pages: Tensor = torch.zeros((host_pages + 1, *shape), dtype=dtype, pin_memory=on_cuda)
-        if host_pages:
-            self.host_pages.zero_()  # memory is there from the first touch on, which is slow
         self.canaries: dict[Tier, Canary] | None = None
         """Of each tier, if they are wanted."""
         if canary:
@@ -63,7 +61,7 @@ class KVStorage:
 
         On CUDA nothing is done: the checksum is made of what arrives in host memory.
         """
-        if self._stream is None:
+        if pages and self._stream is None:
             rows = _rows(self.pages)
             for page in pages:
                 self.sums.put((Tier.DEVICE, page), checksum(rows[page]))

@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from rollout.config import NoWrites, WriteBack, WritePolicy, WriteThrough, WriteThroughSelective
+from rollout.kv.nodes import Arriving, Node
 from rollout.kv.pages import PageAllocator
-from rollout.kv.radix import Arriving, Node, RadixTree
+from rollout.kv.radix import RadixTree
 from rollout.kv.tiers import Copy, CopyId, Tier
 from rollout.metrics import TierStats
 
@@ -221,6 +222,9 @@ class TieredTree:
                     return
                 ok = False
             self._land(flight, nodes, ok)
+        else:
+            self.counts[flight.copy.to].arrived += ok
+            self.counts[flight.copy.to].failed += not ok
         del self._flights[copy_id]
         for done in flight.done:
             done(copy_id, ok)

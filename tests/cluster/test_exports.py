@@ -166,6 +166,29 @@ def test_what_is_told_after_the_deadline_is_done_after_what_was_due_then(exports
     assert exports.collect(LATER) == [expired, released]
 
 
+def test_a_sequence_that_is_opened_again_keeps_its_readers(exports: Exports) -> None:
+    exports.begin(ANN)
+    exports.open(ANN, PAGES, 20, FENCE, LATER + 5, bob_expired)
+    exports.close(ANN, released)
+    assert exports.collect(0.0) == []
+    exports.end(ANN)
+    assert exports.collect(0.0) == [released]
+
+
+def overdue() -> None:
+    """What is done for one that was to be kept, and is read for too long."""
+
+
+def test_what_waits_too_long_for_an_export_is_told_so_once_and_given_up(exports: Exports) -> None:
+    exports.begin(ANN)
+    exports.close(ANN, released, overdue)
+    assert exports.collect(LATER - 1) == []
+    assert exports.collect(LATER) == [overdue]
+    assert exports.collect(LATER + 1) == []
+    exports.end(ANN)
+    assert exports.collect(LATER + 1) == [expired]
+
+
 def test_exports_on_many_threads_lose_no_count(exports: Exports) -> None:
     start = threading.Barrier(8)
 

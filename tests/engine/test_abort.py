@@ -248,7 +248,7 @@ def test_columns_stay_aligned_after_every_suspension(path: Path) -> None:
 
 
 def test_64_aborts_in_one_step_hash_no_page_that_was_hashed_before(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Case A8: what an abort costs the engine's thread does not grow with the length of the sequence."""
+    """Case A8: pages are named as they are completed, so that many aborts at once hold nobody up with hashing."""
     service = LocalService(path, workers=1, max_running=64, kv_bytes=64 << 20)
     for index, prompt in enumerate(prompts(64, lengths=(200,))):
         service.submit(f"p{index}", prompt, SamplingParams(max_new_tokens=64, ignore_eos=True))

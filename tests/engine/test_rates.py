@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout.engine.rates import Rates
+from rollout.engine.rates import PROBE_EVERY, Rates
 from rollout.types import SamplingParams
 from tests.engine.test_parity import prompts
 from tests.local_service import LocalService
@@ -45,6 +45,17 @@ def test_the_threshold_is_where_both_take_as_long() -> None:
 
 def test_where_copying_is_slower_than_computing_nothing_is_loaded() -> None:
     assert measured(prefill_s=1e-5, copy_s=1e-4, wait_s=0.0).load_back_tokens == math.inf
+
+
+def test_now_and_then_a_load_that_is_not_worth_it_is_made_and_measured_again() -> None:
+    rates = measured(prefill_s=1e-5, copy_s=1e-4, wait_s=0.0)
+    made = [rates.worth_loading(1000) for _ in range(4 * PROBE_EVERY)]
+    assert made.count(True) == 4
+    for _ in range(50):
+        rates.copied(100 * TOKEN_BYTES, 100 * 1e-7)
+        rates.loaded(100, 1e-6)
+    assert rates.load_back_tokens < 1000
+    assert all(rates.worth_loading(1000) for _ in range(10))
 
 
 def test_what_is_configured_is_not_measured() -> None:

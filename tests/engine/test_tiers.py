@@ -1,5 +1,6 @@
 """Trajectories kept on their worker: resumed = uninterrupted, bit for bit, with a canary in every forward."""
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -66,9 +67,11 @@ def test_with_few_pages_in_both_tiers_everything_ends_as_it_must(
         assert all(w.engine.stats.host.private == 0 for w in service.workers.values())
 
 
-def held(path: Path, keep: Keep, *, host_pages: int = 64, **service: Any) -> LocalService:
+def held(
+    path: Path, keep: Keep, *, host_pages: int = 64, policy: dict[str, Any] = POLICIES[-1], **service: Any
+) -> LocalService:
     """One trajectory, suspended after some tokens."""
-    host = {"bytes": host_pages * PAGE_BYTES, "load_back_tokens": 0}
+    host = {"bytes": host_pages * PAGE_BYTES, "load_back_tokens": 0, "write": policy}
     local = LocalService(path, host=host, canary=True, **service)
     local.submit("p0", prompts(1, lengths=(40,))[0], PARAMS)
     local.step_until(lambda: len(local.record(TrajectoryId("p0/0")).columns) == 13)
@@ -179,3 +182,158 @@ def test_a_second_pass_over_more_prompts_than_the_device_holds_finds_them_on_the
     assert without > 1000
     assert through <= 0.05 * without
     assert back <= 0.15 * without
+
+
+@pytest.mark.parametrize("workers", [1, 2], ids=["on the same worker", "on another one"])
+def test_resumed_while_its_export_is_in_flight_it_goes_on_exactly(path: Path, workers: int) -> None:
+    """Case C6."""
+    truth, _ = roll_out(path, prompts(1, lengths=(40,)), workers=1)
+    local = LocalService(path, workers=workers, canary=True, **DETERMINISTIC)
+    name = TrajectoryId("p0/0")
+    local.submit("p0", prompts(1, lengths=(40,))[0], PARAMS)
+    local.step_until(lambda: len(local.record(name).columns) == 13)
+    local.exports = []
+    local.abort(name, keep=Keep.POOL)
+    local.step()
+    (order,) = local.exports
+    local.resume(name)
+    for _ in range(3):
+        local.step()
+    assert local.phase(name) is Phase.SUSPENDING
+    local.exports = None
+    local.export(order)
+    ended = local.run(1)
+    assert_same(ended, truth)
+    (resume,) = ended[name].resumes
+    assert (resume.cached_tokens + resume.restored_tokens, resume.recomputed_tokens) == (52, 0)
+    local.close()
+
+
+def test_restores_that_need_more_pages_than_there_are_make_progress(path: Path) -> None:
+    """Case C9: six images of four pages each, and eight pages."""
+    batch = prompts(6, lengths=(40,))
+    truth, _ = roll_out(path, batch, workers=1)
+    local = LocalService(path, workers=1, canary=True, kv_bytes=10 * PAGE_BYTES, **DETERMINISTIC)
+    for index, prompt in enumerate(batch):
+        name = TrajectoryId(f"p{index}/0")
+        local.submit(f"p{index}", prompt, PARAMS)
+        local.step_until(lambda name=name: len(local.record(name).columns) >= 10)  # type: ignore[misc]
+        local.abort(name, keep=Keep.POOL)
+        local.step_until(lambda name=name: local.phase(name) is Phase.SUSPENDED)  # type: ignore[misc]
+    local.resume(*(TrajectoryId(f"p{index}/0") for index in range(6)))
+    assert_same(local.run(6), truth)
+    local.close()
+
+
+def test_copies_are_acknowledged_while_decoding_without_arrivals_and_while_idle(path: Path) -> None:
+    """Case C10."""
+    host = HOST | {"write": {"kind": "write_through"}}
+    local = LocalService(path, workers=1, host=host)
+    engine = local.workers[next(iter(local.workers))].engine
+    params = SamplingParams(max_new_tokens=400, ignore_eos=True)
+    local.submit("p0", prompts(1, lengths=(40,))[0], params)
+    local.step_until(lambda: engine.stats.host.tree == 2)
+    record = local.record(TrajectoryId("p0/0"))
+    assert record.phase is Phase.DECODING
+    local.step_until(lambda: local.core.complete_groups == 1)
+    while not engine.idle:  # what finishing wrote through is still to be acknowledged
+        engine.step()
+    assert engine.stats.host.tree == 439 // 16
+    assert engine.stats.host.reserved == 0
+    local.close()
+
+
+def test_a_promotion_waits_for_room_that_copies_are_making(path: Path) -> None:
+    """Write-back, a device full of what others left."""
+    local = held(path, Keep.HOST, workers=1, kv_bytes=12 * PAGE_BYTES, policy={"kind": "write_back"})
+    for index, prompt in enumerate(prompts(3, lengths=(60,))):
+        local.submit(f"other{index}", prompt, SamplingParams(max_new_tokens=4, ignore_eos=True))
+    local.run(3)
+    engine = local.workers[next(iter(local.workers))].engine
+    assert engine.stats.device.free < 4
+    move(local, Keep.DEVICE)
+    assert at_home(local) is Keep.DEVICE
+    assert local.core.counters.keep_failures == 0
+    local.close()
+
+
+def test_a_sequence_waits_for_pages_that_copies_hold_rather_than_give_up_its_own(path: Path) -> None:
+    local = LocalService(
+        path, workers=1, host=HOST | {"write": {"kind": "write_through"}}, kv_bytes=5 * PAGE_BYTES, canary=True
+    )
+    worker = local.workers[next(iter(local.workers))]
+    gate = threading.Event()
+    copy = worker.storage.copy
+
+    def slow(*args: Any) -> None:
+        assert gate.wait(60)
+        copy(*args)
+
+    worker.storage.copy = slow  # type: ignore[method-assign]
+    local.submit("old", prompts(1, lengths=(33,))[0], SamplingParams(max_new_tokens=2, ignore_eos=True))
+    local.step_until(lambda: local.core.complete_groups == 1)
+    local.submit("new", prompts(2, lengths=(20,))[1], SamplingParams(max_new_tokens=30, ignore_eos=True))
+    for _ in range(60):
+        local.step()
+    assert worker.engine.blocked
+    gate.set()
+    local.run(2)
+    assert worker.engine.stats.preemptions == 0
+    local.close()
+
+
+def test_every_copy_restore_and_export_comes_after_what_was_computed_before(path: Path) -> None:
+    """The fence of the moment is handed to all three; what it is good for is tested in tests/kv/test_fences.py."""
+    local = held(path, Keep.HOST, workers=1)
+    worker = local.workers[next(iter(local.workers))]
+
+    class Spy:
+        waited = 0
+
+        def wait(self) -> None:
+            self.waited += 1
+
+    spies: list[Spy] = []
+
+    def fence() -> Spy:
+        spies.append(Spy())
+        return spies[-1]
+
+    worker.storage.fence = fence  # type: ignore[method-assign]
+    for keep in (Keep.DEVICE, Keep.POOL, Keep.DEVICE, Keep.HOST):  # a load, an export, a restore, a write
+        before = sum(spy.waited for spy in spies)
+        move(local, keep)
+        assert sum(spy.waited for spy in spies) > before, keep
+    local.close()
+
+
+@pytest.mark.parametrize("chunk", [64, 128])
+def test_what_is_not_loaded_leaves_a_prefix_of_whole_chunks(path: Path, chunk: int) -> None:
+    """Deterministic mode, with fewer tokens on the host than are loaded."""
+    mode = {"deterministic": True, "chunk_tokens": chunk}
+    batch = prompts(1, lengths=(300,))
+    truth, _ = roll_out(path, batch, workers=1, **mode)
+    host = HOST | {"write": {"kind": "write_back"}, "load_back_tokens": 10_000}
+    local = LocalService(path, workers=1, host=host, kv_bytes=30 * PAGE_BYTES, canary=True, **mode)
+    local.submit("p0", batch[0], PARAMS)
+    local.run(1)
+    local.submit("other", prompts(2, lengths=(200,))[1], PARAMS)
+    local.run(1)
+    engine = local.workers[next(iter(local.workers))].engine
+    assert engine.stats.host.tree > 0
+    assert engine.stats.device.tree > 200 // 16
+    starts: list[int] = []
+    plan = engine._scheduler.plan
+
+    def spied() -> Any:
+        found = plan()
+        starts.extend(part.start for part in found.prefill)
+        return found
+
+    engine._scheduler.plan = spied  # type: ignore[method-assign]
+    local.submit("again", batch[0], SamplingParams(max_new_tokens=30, ignore_eos=True, seed=0))
+    local.run(1)
+    assert starts
+    assert all(start % chunk == 0 for start in starts), starts
+    assert truth
+    local.close()

@@ -5,6 +5,8 @@ Weights are replaced by hand here, as `update_weights` will do it.
 
 from pathlib import Path
 
+import pytest
+
 from rollout.control.messages import Parked
 from rollout.model.weights import load_weights, stream_safetensors
 from rollout.types import Keep, SamplingParams, Trajectory, TrajectoryId
@@ -38,6 +40,27 @@ def parked_keys(service: LocalService, key: str) -> set[bytes]:
     service.step_until(lambda: service.record(name).intent is None)
     events = [event for event in service.log if isinstance(event, Parked) and event.trajectory_id == name]
     return set(events[-1].page_keys)
+
+
+@pytest.mark.parametrize("length", [5, 30])
+@pytest.mark.parametrize("keep", [Keep.DEVICE, Keep.HOST])
+def test_what_a_trajectory_left_under_old_weights_is_not_used(tmp_path: Path, keep: Keep, length: int) -> None:
+    """Case D2, without a choice: recomputed."""
+    old, new = make_tiny_llama(tmp_path / "old"), make_tiny_llama(tmp_path / "new", seed=5)
+    service = LocalService(old, workers=1, host=HOST, canary=True)
+    name = TrajectoryId("p/0")
+    service.submit("p", PROMPT[:length], PARAMS)
+    service.step_until(lambda: len(service.record(name).columns) >= 6)
+    service.abort(name, keep=keep)
+    service.step_until(lambda: service.record(name).home is not None)
+    update(service, new, "new weights")
+    service.resume(name)
+    (resume,) = service.run(1)[name].resumes
+    assert (resume.cached_tokens, resume.loaded_tokens) == (0, 0)
+    assert resume.recomputed_tokens >= length
+    assert all(worker.engine.stats.parked == 0 for worker in service.workers.values())
+    assert service.free_pages() == [worker.engine.stats.device.total for worker in service.workers.values()]
+    service.close()
 
 
 def test_new_weights_reuse_nothing_and_give_what_a_cold_service_gives(tmp_path: Path) -> None:

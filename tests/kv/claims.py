@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 from rollout.kv.cache import KVCache
 from rollout.kv.kept import Kept
-from rollout.kv.radix import ID_BYTES, Node, RadixTree
+from rollout.kv.nodes import ID_BYTES, Node
+from rollout.kv.radix import RadixTree
 from rollout.kv.tiers import PageRef, Residency, Tier
 from tests.kv.contents import Claim
 

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from rollout.kv.chain import Chain
-from rollout.kv.radix import ID_BYTES
+from rollout.kv.nodes import ID_BYTES
 from rollout.kv.storage import KVStorage
 from rollout.kv.tiers import Tier
 from rollout.types import TrajectoryId

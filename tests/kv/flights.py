@@ -27,7 +27,7 @@ class Flights:
         self._contents = contents
         self.all: list[Flight] = []
         self.ended = dict.fromkeys(Tier, 0)
-        """Pages of the tree whose copies into a tier are over."""
+        """Pages whose copies into a tier are over."""
 
     @property
     def waiting(self) -> list[Flight]:
@@ -55,8 +55,7 @@ class Flights:
         if not flight.executed:
             self.execute(flight, ok=ok)
         copy = flight.copy
-        if self._cache.tiered._flights[copy.copy_id].anchor is not None:
-            self.ended[copy.to] += len(copy.targets)
+        self.ended[copy.to] += len(copy.targets)
         if ok:
             written = self._contents.words[copy.to][[*copy.targets]]
             assert (written == flight.source).all(), "a page that was copied to was written by somebody else"

@@ -3,7 +3,7 @@
 from rollout.config import NoWrites, WriteBack, WritePolicy, WriteThrough, WriteThroughSelective
 from rollout.kv.cache import Holding, KVCache, Stored
 from rollout.kv.kept import FreedPages, Kept
-from rollout.kv.radix import Node, edge_bytes
+from rollout.kv.nodes import Node, edge_bytes
 from rollout.kv.tiers import Copy, Residency, Tier
 from rollout.types import TrajectoryId
 

@@ -146,8 +146,9 @@ def test_what_was_only_looked_at_is_evicted_as_if_it_was_not() -> None:
 
 def test_found_and_missed_pages_are_counted_for_each_tier() -> None:
     cache = KVCache(10, PAGE, host_pages=10)
-    cache.count(Stored(device=2, evictable=0, host=3, arriving=False), 7)
-    cache.count(Stored(device=1, evictable=1, host=0, arriving=False), 1)
+    holding = open_up_to(cache, BOB, TOKENS, 0)
+    cache.admitted(holding, Stored(device=2, evictable=0, host=3, arriving=False), 7)
+    cache.admitted(holding, Stored(device=1, evictable=1, host=0, arriving=False), 1)
     device, host = cache.stats(Tier.DEVICE), cache.stats(Tier.HOST)
     assert (device.hits, device.misses, host.hits, host.misses) == (3, 5, 3, 2)
 

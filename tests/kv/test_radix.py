@@ -5,7 +5,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from rollout.kv.radix import MOST_LEAVES, Node, RadixTree, edge_bytes
+from rollout.kv.nodes import Node, edge_bytes
+from rollout.kv.radix import MOST_LEAVES, RadixTree
 from rollout.kv.tiers import Residency, Tier
 from rollout.types import TrajectoryId
 
@@ -93,10 +94,11 @@ def test_a_match_of_more_pages_than_the_key_has_asserts() -> None:
 def test_a_split_keeps_locks_owner_hits_and_pages_of_both_halves() -> None:
     tree = RadixTree(PAGE)
     node = insert(tree, [A, B, C], [1, 2, 3])
-    match(tree, [A, B, C])
+    tree.hit(node)
     tree.place(node, Tier.HOST, [7, 8, 9])
     tree.lock(node, Tier.DEVICE)
     upper = match(tree, [A])
+    tree.hit(upper)
     halves = [(step.device.pages, step.device.locks, step.owner, step.hits) for step in node.path()]
     assert halves == [([1], 1, ANN, 2), ([2, 3], 1, ANN, 1)]
     assert [(step.host.pages, step.host.locks) for step in node.path()] == [([7], 0), ([8, 9], 0)]

@@ -7,7 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from rollout.kv.radix import Node, RadixTree, edge_bytes
+from rollout.kv.nodes import Node, edge_bytes
+from rollout.kv.radix import RadixTree
 from rollout.kv.tiers import Tier
 from rollout.types import TrajectoryId
 

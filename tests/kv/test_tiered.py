@@ -3,7 +3,7 @@
 import pytest
 
 from rollout.config import WritePolicy
-from rollout.kv.cache import KVCache, Stored
+from rollout.kv.cache import Holding, KVCache, Stored
 from rollout.kv.tiers import Residency, Tier
 from tests.kv.plans import (
     ANN,
@@ -57,13 +57,21 @@ def test_what_is_committed_without_writing_is_not_copied_then(write: WritePolicy
     assert cache.tiered.take_copies() == []
 
 
+def admitted(cache: KVCache, pages: int) -> Holding:
+    """A sequence of Bob's goes on with the first `pages` pages; one more attempt found no room."""
+    cache.close(open_up_to(cache, BOB, TOKENS, pages))
+    holding = open_up_to(cache, BOB, TOKENS, pages)
+    cache.admitted(holding, cache.stored("w", key(TOKENS, pages * PAGE), pages), pages)
+    return holding
+
+
 @pytest.mark.parametrize("hits", [1, 2, 3])
 def test_selective_writing_waits_for_so_many_hits(hits: int) -> None:
     cache = KVCache(8, PAGE, host_pages=8, write=selective(hits))
     left(cache, ANN, 8)
     for _ in range(hits):
         assert land(cache) == []
-        cache.close(open_up_to(cache, BOB, TOKENS, 2))
+        cache.close(admitted(cache, 2))
     assert [len(copy.sources) for copy in land(cache)] == [2]
     assert residencies(cache) == [(BOTH, 2)]
 
@@ -72,7 +80,7 @@ def test_selective_writing_copies_the_part_that_was_found_often() -> None:
     cache = KVCache(8, PAGE, host_pages=8, write=selective(2))
     left(cache, ANN, 12)
     for _ in range(2):
-        cache.close(open_up_to(cache, BOB, TOKENS, 1))
+        cache.close(admitted(cache, 1))
     land(cache)
     assert residencies(cache) == [(BOTH, 1), (DEVICE, 2)]
 

@@ -5,10 +5,10 @@ page that anybody may read holds what the model of `contents` says, every page t
 """
 
 from rollout.config import WritePolicy
-from rollout.kv.cache import KVCache, Stored
+from rollout.kv.cache import Holding, KVCache, Stored
 from rollout.kv.fence import Passed
 from rollout.kv.kept import Kept
-from rollout.kv.radix import edge_bytes
+from rollout.kv.nodes import edge_bytes
 from rollout.kv.tiers import Tier
 from rollout.types import TrajectoryId
 from tests.kv.claims import claims_of_image, claims_of_pages, claims_of_tree
@@ -92,7 +92,7 @@ class TierWorld:
             if tail is not None:
                 cache.kept.hold_tail(tail, held=False)
             return
-        self.count(found, wanted)
+        self.count(holding, found, wanted)
         run = Run(holding=holding, kv=ready * PAGE)
         self.runs.append(run)
         trajectory.run = run
@@ -108,8 +108,8 @@ class TierWorld:
             self.restore(run, pooled)
         assert cache.grow(holding, pages), "room that was made is gone"
 
-    def count(self, found: Stored, wanted: int) -> None:
-        self.cache.count(found, wanted)
+    def count(self, holding: Holding, found: Stored, wanted: int) -> None:
+        self.cache.admitted(holding, found, wanted)
         self.hits[Tier.DEVICE] += found.device
         self.hits[Tier.HOST] += found.host
         self.misses[Tier.DEVICE] += wanted - found.device
