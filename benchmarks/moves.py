@@ -141,11 +141,15 @@ class Scene:
             "command": begun.begin - start,
             "admit": submitted.begin - begun.begin,
             "open": opened.end - submitted.begin,
-            "checksum": trace.seconds("verify"),
-            "scatter": trace.seconds("scatter") - trace.seconds("verify"),
+            "verify_and_scatter": max(mark.end for mark in trace.all("scatter")) - trace.first("scatter").begin,
         }
         phases["to_batch"] = restored.end - start - sum(phases.values())
-        return Move(nbytes=self._restored_bytes() - before, seconds=restored.end - start, phases=phases, aside={})
+        return Move(
+            nbytes=self._restored_bytes() - before,
+            seconds=restored.end - start,
+            phases=phases,
+            aside={"verify": trace.seconds("verify")},
+        )
 
     def restart(self, trajectory: str) -> None:
         """Kill the worker on which a suspended `trajectory` would resume, and wait until it is up again."""

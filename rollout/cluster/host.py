@@ -172,7 +172,7 @@ class Host:
                 checksums=self._storage.checksums(pages[first:stop], tokens, buffers),
                 canary=self._storage.shadow(pages[first:stop], tokens),
             )
-            buffers = join(buffers)
+            buffers = join(buffers, self._storage.runs(pages[first:stop], tokens))
             self._exported_bytes += manifest.nbytes
         finally:
             self._exports.end(key, buffers)

@@ -75,24 +75,23 @@ def describe(
     return manifest
 
 
-def join(buffers: Sequence[Buffer]) -> list[Buffer]:
+def join(buffers: Sequence[Buffer], runs: Sequence[int]) -> list[Buffer]:
     """The same bytes in fewer buffers, where pages that follow each other in memory are many.
 
-    Ray copies a buffer of more than 1 MiB with several threads, which takes longer for one of a few MiB and less long
-    for a large one (measured: 256 MB in 33 ms as pages of 360 KiB, 103 as 6 MB, 23 as one): so pages stay apart, or
-    become large.
+    `runs` are the numbers of buffers that follow each other, views of one memory. Ray copies a buffer of more than 1
+    MiB with several threads, which takes longer for one of a few MiB and less long for a large one (measured: 256 MB
+    in 33 ms as pages of 360 KiB, 103 as 6 MB, 23 as one): so pages stay apart, or become large.
     """
     joined: list[Buffer] = []
     start = 0
-    for i in range(1, len(buffers) + 1):
-        if i < len(buffers) and _follows(buffers[i], buffers[i - 1]):
-            continue
-        nbytes = _address(buffers[i - 1]) + buffers[i - 1].nbytes - _address(buffers[start])
+    for run in runs:
+        first, nbytes = buffers[start], sum(buffer.nbytes for buffer in buffers[start : start + run])
         if nbytes >= JOINED_BYTES:
-            joined.append(np.lib.stride_tricks.as_strided(buffers[start], shape=(nbytes,), strides=(1,)))
+            joined.append(np.lib.stride_tricks.as_strided(first, shape=(nbytes,), strides=(1,)))
         else:
-            joined += buffers[start:i]
-        start = i
+            joined += buffers[start : start + run]
+        start += run
+    assert start == len(buffers), (start, len(buffers))
     return joined
 
 
@@ -112,16 +111,6 @@ def split(manifest: Manifest, buffers: Sequence[Buffer]) -> list[Buffer]:
         if start != buffer.nbytes:
             raise SegmentDamagedError(f"a buffer of {buffer.nbytes} bytes is not whole pages of the manifest")
     return pages
-
-
-def _follows(buffer: Buffer, before: Buffer) -> bool:
-    """Whether it begins where the one before it ends, in the same memory."""
-    together = buffer.base is not None and buffer.base is before.base
-    return together and _address(buffer) == _address(before) + before.nbytes
-
-
-def _address(buffer: Buffer) -> int:
-    return int(buffer.__array_interface__["data"][0])
 
 
 def verify(manifest: Manifest, buffers: Sequence[Buffer], pages: range, tokens: int, expected: Fingerprint) -> None:

@@ -1,4 +1,4 @@
-"""Restores: images from the pool into reserved pages, on one copy thread, while decoding goes on.
+"""Restores: images from the pool into reserved pages, on copy threads, while decoding goes on.
 
 The engine submits a restore with pages it has reserved and polls for completed ones at every step. A
 restore either puts every byte in place, verified, or fails as a whole; its pages are the caller's again
@@ -8,7 +8,7 @@ only when it is completed. The thread makes plain copies and runs no torch opera
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -21,6 +21,9 @@ from rollout.kv.keys import Fingerprint
 from rollout.kv.storage import KVStorage
 from rollout.kv.tiers import Tier
 from rollout.types import Image, SegmentRun, SequenceKey
+
+HALVED_PAGES = 64
+"""Least pages of which two threads take half each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +74,7 @@ class Restorer:
         self._timeout_s = timeout_s
         self._wake = wake
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="restore")
+        self._second = ThreadPoolExecutor(max_workers=1, thread_name_prefix="restore-half")
         self._pending: dict[SequenceKey, tuple[int, Future[None]]] = {}
         self.restored_bytes = 0
 
@@ -115,6 +119,7 @@ class Restorer:
 
     def close(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)
+        self._second.shutdown(wait=True)
 
     def _restore(
         self,
@@ -139,8 +144,7 @@ class Restorer:
                     buffers = split(segment.manifest, segment.buffers)
                     verify_sizes(segment.manifest, buffers, part, tokens, self._fingerprint)
                     targets = pages[done : done + run.pages]
-                    check = partial(_check, segment.manifest, buffers, run.first)
-                    self._storage.scatter(targets, tokens, [buffers[index] for index in part], after, check)
+                    self._scatter(targets, tokens, segment.manifest, buffers, part, after)
                     for target, index in zip(targets, part, strict=True):
                         whole = buffers[index].nbytes == self._storage.page_bytes
                         verified = segment.manifest.checksums[index] if whole else None
@@ -155,6 +159,33 @@ class Restorer:
                     raise SegmentDamagedError(str(error), node=run.node, segment=run.segment) from None
                 self.restored_bytes += tokens * self._storage.token_bytes
                 done += run.pages
+
+    def _scatter(
+        self,
+        targets: Sequence[int],
+        tokens: int,
+        manifest: Manifest,
+        buffers: Sequence[Buffer],
+        part: range,
+        after: Fence,
+    ) -> None:
+        """Verify and copy pages `part` of a segment; of many, half on a second thread, since one does not fill the
+        memory bus with both. Returns, or raises, when neither writes any more."""
+        half = len(part) // 2 if len(part) >= HALVED_PAGES else 0
+        done = half * self._storage.page_tokens
+
+        def scatter(pages: Sequence[int], valid: int, indices: range) -> None:
+            check = partial(_check, manifest, buffers, indices.start)
+            self._storage.scatter(pages, valid, [buffers[index] for index in indices], after, check)
+
+        other = self._second.submit(scatter, targets[:half], done, part[:half]) if half else None
+        try:
+            scatter(targets[half:], tokens - done, part[half:])
+        finally:
+            if other is not None:
+                wait([other])
+        if other is not None:
+            other.result()
 
 
 def _check(manifest: Manifest, buffers: Sequence[Buffer], first: int, index: int) -> None:

@@ -113,6 +113,17 @@ class KVStorage:
         self._stream.synchronize()
         return [_packed(part) for part in parts]
 
+    def runs(self, pages: Sequence[PageRef], tokens: int) -> list[int]:
+        """Of the buffers that `gather` makes of `pages`, how many follow each other in memory each time."""
+        whole = tokens // self.page_tokens if self._stream is None else 0
+        runs: list[int] = []
+        for i, (tier, page) in enumerate(pages):
+            if 0 < i < whole and pages[i - 1] == (tier, page - 1):
+                runs[-1] += 1
+            else:
+                runs.append(1)
+        return runs
+
     def shadow(self, pages: Sequence[PageRef], tokens: int) -> bytes | None:
         """What the canaries know of pages that `gather` reads, to travel with them."""
         if self.canaries is None:

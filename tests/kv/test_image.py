@@ -1,6 +1,5 @@
 """Segments say what they hold, and what is not as said is refused (case C12)."""
 
-import ctypes
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
@@ -157,7 +156,7 @@ def test_joined_buffers_hold_the_same_bytes_and_are_split_into_the_same_pages(
     buffers = storage.gather([(Tier.DEVICE, page) for page in pages], tokens, Passed())
     facts = {"fingerprint": FINGERPRINT, "page_tokens": PAGE, "token_bytes": storage.token_bytes, "tokens": tokens}
     manifest = describe(buffers, **facts)
-    joined = join(buffers)
+    joined = join(buffers, storage.runs([(Tier.DEVICE, page) for page in pages], tokens))
     assert b"".join(buffer.tobytes() for buffer in joined) == b"".join(buffer.tobytes() for buffer in buffers)
     whole = tokens // PAGE
     runs = [len(list(run)) for _, run in itertools.groupby(enumerate(pages[:whole]), lambda pair: pair[1] - pair[0])]
@@ -167,16 +166,11 @@ def test_joined_buffers_hold_the_same_bytes_and_are_split_into_the_same_pages(
     verify(manifest, apart, range(len(pages)), tokens, FINGERPRINT)
 
 
-def test_buffers_that_happen_to_lie_one_after_the_other_are_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They may be freed apart."""
-    monkeypatch.setattr("rollout.kv.image.JOINED_BYTES", 1)
-    memory = np.zeros(64, dtype=np.uint8)
-    address = memory.__array_interface__["data"][0]
-    first, second = (
-        np.frombuffer((ctypes.c_uint8 * 32).from_address(address + start), dtype=np.uint8) for start in (0, 32)
-    )
-    assert [len(buffer) for buffer in join([first, second])] == [32, 32]
-    assert [len(buffer) for buffer in join([memory[:32], memory[32:]])] == [64]
+def test_pages_of_different_tiers_do_not_follow_each_other() -> None:
+    storage = make_storage(4, host_pages=4, seed=1)
+    refs = [(Tier.DEVICE, 1), (Tier.HOST, 2), (Tier.HOST, 3), (Tier.DEVICE, 4)]
+    assert storage.runs(refs, 4 * PAGE) == [1, 2, 1]
+    assert storage.runs(refs[:3], 3 * PAGE - 1) == [1, 1, 1]  # the last one is packed, in memory of its own
 
 
 @pytest.mark.parametrize("cut", [1, 100])

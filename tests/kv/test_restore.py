@@ -69,8 +69,9 @@ class Bench:
         assert torch.equal(self.target.pages, self.before)
 
 
-@pytest.fixture
-def bench() -> Iterator[Bench]:
+@pytest.fixture(params=[64, 2], ids=["one thread", "halves"])
+def bench(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    monkeypatch.setattr("rollout.kv.restore.HALVED_PAGES", request.param)
     bench = Bench()
     with bench.after:
         yield bench
