@@ -254,6 +254,7 @@ def kill_pool(service: Rollout) -> None:
 
 
 def test_a_pool_killed_while_it_is_read_spoils_nothing(service: Rollout, truth: Outputs, tmp_path: Path) -> None:
+    """Case F3."""
     suspended(service)
     held = [hold(service, worker, "scatter", tmp_path) for worker in workers(service)]
     service.resume()

@@ -1,4 +1,4 @@
-"""The machine of `tier_machine`, with the same histories in every run."""
+"""The machine of `tier_machine`, with the same histories in every run: case C11, and its counters at the end."""
 
 import hypothesis
 from hypothesis import settings
