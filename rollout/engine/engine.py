@@ -197,6 +197,7 @@ class Engine:
 
     @property
     def stats(self) -> EngineStats:
+        device, host = self._cache.stats(Tier.DEVICE), self._cache.stats(Tier.HOST)
         return EngineStats(
             steps=self._steps,
             waiting=self._scheduler.waiting,
@@ -209,10 +210,10 @@ class Engine:
             restored_bytes=self._restorer.restored_bytes,
             preemptions=self._preemptions,
             load_back_tokens=None if math.isinf(self._rates.load_back_tokens) else self._rates.load_back_tokens,
-            written_bytes=self._cache.stats(Tier.HOST).arrived * self._runner.page_bytes,
-            loaded_bytes=self._cache.stats(Tier.DEVICE).arrived * self._runner.page_bytes,
-            device=self._cache.stats(Tier.DEVICE),
-            host=self._cache.stats(Tier.HOST),
+            written_bytes=host.arrived * self._runner.page_bytes,
+            loaded_bytes=device.arrived * self._runner.page_bytes,
+            device=device,
+            host=host,
             page_bytes=self._runner.page_bytes,
         )
 

@@ -312,7 +312,8 @@ def test_what_is_not_loaded_leaves_a_prefix_of_whole_chunks(path: Path, chunk: i
     """Deterministic mode, with fewer tokens on the host than are loaded."""
     mode = {"deterministic": True, "chunk_tokens": chunk}
     batch = prompts(1, lengths=(300,))
-    truth, _ = roll_out(path, batch, workers=1, **mode)
+    seeded = SamplingParams(max_new_tokens=30, ignore_eos=True, seed=0)
+    truth, _ = roll_out(path, batch, workers=1, params=seeded, **mode)
     host = HOST | {"write": {"kind": "write_back"}, "load_back_tokens": 10_000}
     local = LocalService(path, workers=1, host=host, kv_bytes=30 * PAGE_BYTES, canary=True, **mode)
     local.submit("p0", batch[0], PARAMS)
@@ -331,9 +332,9 @@ def test_what_is_not_loaded_leaves_a_prefix_of_whole_chunks(path: Path, chunk: i
         return found
 
     engine._scheduler.plan = spied  # type: ignore[method-assign]
-    local.submit("again", batch[0], SamplingParams(max_new_tokens=30, ignore_eos=True, seed=0))
-    local.run(1)
+    local.submit("again", batch[0], seeded)
+    (again,) = local.run(1).values()
     assert starts
     assert all(start % chunk == 0 for start in starts), starts
-    assert truth
+    assert (again.output_ids, again.logprobs) == (truth["p0/0"].output_ids, truth["p0/0"].logprobs)
     local.close()
