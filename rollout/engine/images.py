@@ -37,6 +37,8 @@ class Images:
         self._left: dict[SequenceKey, _Left] = {}
         self._latest: dict[TrajectoryId, SequenceKey] = {}
         """Of each trajectory, what it left last."""
+        self._under_way: set[SequenceKey] = set()
+        """What `poll` is to finish, so that it need not look at all of them in every step."""
 
     def __len__(self) -> int:
         return len(self._left)
@@ -44,7 +46,7 @@ class Images:
     @property
     def busy(self) -> bool:
         """Whether `poll` is to be called when copies are complete."""
-        return any(left.releasing or left.moving or left.wanted is not None for left in self._left.values())
+        return bool(self._under_way)
 
     @property
     def pinned(self) -> int:
@@ -128,10 +130,12 @@ class Images:
         if not self._cache.kept.move(image, tier):
             if tier is Tier.DEVICE and self._cache.leaving:
                 left.wanted = where  # there will be room
+                self._under_way.add(key)
                 return []
             self._cache.kept.unpin(image, expires_at=expires_at)
             return [self._kept(left, f"no room on the {tier} for {image.tokens} tokens")]
         left.moving = True
+        self._under_way.add(key)
         return []
 
     def recall(self, key: SequenceKey) -> list[WorkerEvent]:
@@ -159,6 +163,7 @@ class Images:
         if left is None:
             return []
         left.releasing = True
+        self._under_way.add(key)
         freed = self._cache.kept.drop(left.image)
         if freed is None:
             return []
@@ -169,7 +174,9 @@ class Images:
         """Finish what waited for copies."""
         events: list[WorkerEvent] = []
         moved = dict(self._cache.kept.take_moved(expires_at=now + self._tail_hold_s))
-        for key, left in list(self._left.items()) if moved or self.busy else ():
+        for key in list(self._under_way):
+            left = self._left[key]
+            self._under_way.discard(key)
             if (freed := moved.get(left.image)) is not None:
                 left.moving = False
                 error = "a copy failed" if left.image.failed else None
@@ -178,6 +185,8 @@ class Images:
                     events.append(_freed(key, freed))
             if left.releasing:
                 events += self.release(key)
+            elif left.moving:
+                self._under_way.add(key)
             elif left.wanted is not None:
                 where, left.wanted = left.wanted, None
                 events += self.keep(key, where, now)
@@ -197,6 +206,7 @@ class Images:
 
     def _remove(self, key: SequenceKey) -> None:
         del self._left[key]
+        self._under_way.discard(key)
         if self._latest.get(key[0]) == key:
             del self._latest[key[0]]
 
