@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from itertools import groupby
-from typing import Any, NamedTuple, NewType
+from typing import Any, NamedTuple, NewType, Self
 
 from rollout.errors import InvalidSamplingError
 
@@ -150,6 +150,15 @@ class Columns:
         sizes = (len(self._ids), len(self._logprobs), len(self._versions))
         if len(set(sizes)) != 1:
             raise ValueError(f"columns of unequal length: {sizes[0]} ids, {sizes[1]} logprobs, {sizes[2]} versions")
+
+    @classmethod
+    def single(cls, token: int, logprob: float, version: Version) -> Self:
+        """Of one token."""
+        columns = cls.__new__(cls)
+        columns._ids = [token]
+        columns._logprobs = [logprob]
+        columns._versions = [version]
+        return columns
 
     def append(self, token: int, logprob: float, version: Version) -> None:
         self._ids.append(token)

@@ -4,10 +4,14 @@ Padding rows have token 0, position 0, an empty context, and write to scratch pa
 Shape letters: T rows of a prefill, B rows of a decode step, S sequences, P pages of the longest one.
 """
 
+from array import array
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rollout.attention.interface import DecodeBatch, PrefillBatch
@@ -26,73 +30,75 @@ class Forward:
 
 def prefill_forward(chunks: Seq[Chunk], *, rows: int | None, page_tokens: int, device: torch.device) -> Forward:
     """One forward over `chunks`, padded to `rows` rows if given."""
-    ids: list[int] = []
-    positions: list[int] = []
-    pages: list[int] = []
-    for chunk in chunks:
-        table = chunk.sequence.pages.table
-        ids += chunk.sequence.tokens[chunk.start : chunk.end]
-        positions += range(chunk.start, chunk.end)
-        pages += [table[position // page_tokens] for position in range(chunk.start, chunk.end)]
-    padding = (rows or len(ids)) - len(ids)
-    assert padding >= 0, (rows, len(ids))
-    slots = [position % page_tokens for position in positions] + [row % page_tokens for row in range(padding)]
     queries = tuple(chunk.end - chunk.start for chunk in chunks)
     keys = tuple(chunk.end for chunk in chunks)
-    used = [chunk.sequence.pages.table[: -(-chunk.end // page_tokens)] for chunk in chunks]
+    filled = sum(queries)
+    total = rows or filled
+    assert total >= filled, (rows, filled)
+    tables_SP = _tables([chunk.sequence.pages.packed for chunk in chunks], -(-np.array(keys) // page_tokens), len(keys))
+    ids_T, positions_T, pages_T = (np.zeros(total, dtype=np.int64) for _ in range(3))
+    slots_T = np.arange(total) - filled
+    first = 0
+    for chunk, table_P in zip(chunks, tables_SP, strict=True):
+        last = first + chunk.end - chunk.start
+        ids_T[first:last] = chunk.sequence.tokens[chunk.start : chunk.end]
+        positions_T[first:last] = np.arange(chunk.start, chunk.end)
+        pages_T[first:last] = table_P[positions_T[first:last] // page_tokens]
+        first = last
+    slots_T[:filled] = positions_T[:filled]
     return Forward(
-        ids_T=_int64(ids + [0] * padding, device),
-        positions_T=_int64(positions + [0] * padding, device),
+        ids_T=_to(ids_T, device),
+        positions_T=_to(positions_T, device),
         attention=PrefillBatch(
-            tables_SP=_tables(used, device),
-            cu_queries=_offsets(queries, device),
-            cu_keys=_offsets(keys, device),
+            tables_SP=_to(tables_SP, device),
+            cu_queries=_to(_offsets(queries), device),
+            cu_keys=_to(_offsets(keys), device),
             query_lengths=queries,
             key_lengths=keys,
-            write_pages_T=_int64(pages + [0] * padding, device),
-            write_slots_T=_int64(slots, device),
+            write_pages_T=_to(pages_T, device),
+            write_slots_T=_to(slots_T % page_tokens, device),
         ),
     )
 
 
 def decode_forward(sequences: Seq[Sequence], *, rows: int | None, page_tokens: int, device: torch.device) -> Forward:
     """One forward that feeds the next token of each sequence, padded to `rows` rows if given."""
-    padding = (rows or len(sequences)) - len(sequences)
-    assert padding >= 0, (rows, len(sequences))
+    filled = len(sequences)
+    total = rows or filled
+    assert total >= filled, (rows, filled)
+    ids_B, positions_B, pages_B = (np.zeros(total, dtype=np.int64) for _ in range(3))
     lengths = [sequence.computed for sequence in sequences]
-    used = [
-        sequence.pages.table[: length // page_tokens + 1] for sequence, length in zip(sequences, lengths, strict=True)
-    ]
-    ids = [sequence.tokens[length] for sequence, length in zip(sequences, lengths, strict=True)]
-    blank = [0] * padding
+    ids_B[:filled] = [sequence.tokens[length] for sequence, length in zip(sequences, lengths, strict=True)]
+    positions_B[:filled] = lengths
+    pages = positions_B[:filled] // page_tokens
+    tables_BP = _tables([sequence.pages.packed for sequence in sequences], pages + 1, total)
+    pages_B[:filled] = tables_BP[np.arange(filled), pages]
     return Forward(
-        ids_T=_int64(ids + blank, device),
-        positions_T=_int64(lengths + blank, device),
+        ids_T=_to(ids_B, device),
+        positions_T=_to(positions_B, device),
         attention=DecodeBatch(
-            tables_BP=_tables(used + [[] for _ in blank], device),
-            lengths_B=_int32(lengths + blank, device),
+            tables_BP=_to(tables_BP, device),
+            lengths_B=_to(positions_B.astype(np.int32), device),
             max_length=max(lengths),
-            write_pages_B=_int64([table[-1] for table in used] + blank, device),
-            write_slots_B=_int64([length % page_tokens for length in lengths] + blank, device),
+            write_pages_B=_to(pages_B, device),
+            write_slots_B=_to(positions_B % page_tokens, device),
         ),
     )
 
 
-def _tables(tables: Seq[Seq[int]], device: torch.device) -> Tensor:
-    longest = max(len(table) for table in tables)
-    return _int32([[*table, *[0] * (longest - len(table))] for table in tables], device)
+def _tables(tables: Seq["array[int]"], used: NDArray[np.int64], rows: int) -> NDArray[np.int32]:
+    """The first `used` pages of each table, in rows padded with 0."""
+    counts = used.tolist()
+    parts = [table if len(table) == count else table[:count] for table, count in zip(tables, counts, strict=True)]
+    padded_BP = np.zeros((rows, max(counts)), dtype=np.int32)
+    held_BP = np.arange(padded_BP.shape[1]) < used[:, None]
+    padded_BP[: len(parts)][held_BP] = np.frombuffer(b"".join(parts), dtype=np.int32)
+    return padded_BP
 
 
-def _offsets(lengths: Seq[int], device: torch.device) -> Tensor:
-    offsets = [0]
-    for length in lengths:
-        offsets.append(offsets[-1] + length)
-    return _int32(offsets, device)
+def _offsets(lengths: Seq[int]) -> NDArray[np.int32]:
+    return np.cumsum([0, *lengths], dtype=np.int32)
 
 
-def _int64(values: object, device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
-
-
-def _int32(values: object, device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32).to(device, non_blocking=True)
+def _to(values: NDArray[Any], device: torch.device) -> Tensor:
+    return torch.from_numpy(values).to(device, non_blocking=True)

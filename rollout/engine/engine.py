@@ -285,20 +285,21 @@ class Engine:
             self._prefilled += chunk.end - chunk.start
             chunk.sequence.names.of(chunk.sequence.tokens, chunk.sequence.computed // self._cache.page_tokens)
             self._scheduler.share(chunk.sequence)
+        page_tokens = self._cache.page_tokens
+        self._decoded += len(plan.decode)
         for sequence in plan.decode:
             sequence.advance(1)
-            self._decoded += 1
-            if sequence.computed % self._cache.page_tokens == 0:  # so that parking it has nothing left to hash
-                sequence.names.of(sequence.tokens, sequence.computed // self._cache.page_tokens)
+            if sequence.computed % page_tokens == 0:  # so that parking it has nothing left to hash
+                sequence.names.of(sequence.tokens, sequence.computed // page_tokens)
         for draw in draws:
             sequence = draw.sequence
             if math.isnan(draw.logprob):
                 self._fail(sequence, "the model's logits are not numbers")
                 continue
-            offset = len(sequence.columns)
-            reason = sequence.accept(draw.token, draw.logprob, self._version)
+            offset = sequence.output_tokens
+            reason = sequence.accept(draw.token)
             self._sampled += 1
-            columns = Columns([draw.token], [draw.logprob], [self._version])
+            columns = Columns.single(draw.token, draw.logprob, self._version)
             self._events.append(
                 Sampled(trajectory_id=sequence.trajectory_id, epoch=sequence.epoch, offset=offset, columns=columns)
             )

@@ -97,14 +97,15 @@ class Scheduler:
     def plan(self) -> Plan:
         """Decide the next step and move pages for it."""
         preempted, stalled = self._make_room()
-        admitted = self._admit() if not preempted and not stalled else ()
-        ready = [s for s in self._running if s.status is Status.RUNNING and s not in stalled and not s.slice_over]
-        return Plan(
-            admitted=admitted,
-            prefill=self._chunks(sequence for sequence in ready if sequence.needs_prefill),
-            decode=tuple(sequence for sequence in ready if not sequence.needs_prefill),
-            preempted=preempted,
-        )
+        admitted = self._admit() if self._waiting and not preempted and not stalled else ()
+        prefill: list[Sequence] = []
+        decode: list[Sequence] = []
+        for sequence in self._running:
+            if sequence.status is Status.RUNNING and not sequence.slice_over:
+                (prefill if sequence.needs_prefill else decode).append(sequence)
+        if stalled:
+            decode = [sequence for sequence in decode if sequence not in stalled]
+        return Plan(admitted=admitted, prefill=self._chunks(prefill), decode=tuple(decode), preempted=preempted)
 
     def only_parked(self) -> list[Sequence]:
         """Running sequences that have their KV and were only to get it."""
@@ -156,9 +157,11 @@ class Scheduler:
         """
         preempted: list[Sequence] = []
         stalled: list[Sequence] = []
-        for sequence in list(self._running):
-            if sequence.status is not Status.RUNNING or sequence.needs_prefill or sequence.slice_over:
-                continue
+        full = [s for s in self._running if s.full and s.status is Status.RUNNING]
+        full = [s for s in full if not s.needs_prefill and not s.slice_over]
+        if self._cache.grow_each([sequence.pages for sequence in full]):
+            return (), []
+        for sequence in full:
             while sequence.status is Status.RUNNING:
                 if self._cache.grow(sequence.pages, self._cache.pages_for(sequence.computed + 1)):
                     break
@@ -262,7 +265,7 @@ class Scheduler:
             for other in self._running
         )
 
-    def _chunks(self, sequences: Iterator[Sequence]) -> tuple[Chunk, ...]:
+    def _chunks(self, sequences: list[Sequence]) -> tuple[Chunk, ...]:
         chunks: list[Chunk] = []
         budget = self._limits.prefill_tokens
         for sequence in sequences:

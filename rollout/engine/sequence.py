@@ -6,6 +6,7 @@ by prefill and output positions by decode steps, so a recomputation replays hist
 on which of the two wrote them, the prefix tree knows output positions there by other ids than prompt ones.
 """
 
+import sys
 from array import array
 from enum import StrEnum
 
@@ -13,7 +14,7 @@ from rollout.control.messages import Assignment
 from rollout.kv.cache import Holding
 from rollout.kv.chain import Chain, ChainValues
 from rollout.kv.keys import PageNames
-from rollout.types import Columns, FinishReason, SequenceKey, TrajectoryId, Version
+from rollout.types import FinishReason, SequenceKey, TrajectoryId
 
 
 class Status(StrEnum):
@@ -29,7 +30,6 @@ class Sequence:
         "abort",
         "assignment",
         "chain",
-        "columns",
         "computed",
         "deterministic",
         "holding",
@@ -38,8 +38,9 @@ class Sequence:
         "loadable",
         "max_total",
         "names",
+        "prompt_tokens",
         "restoring",
-        "slice_end",
+        "slice_total",
         "status",
         "stop_ids",
         "tokens",
@@ -58,7 +59,7 @@ class Sequence:
     ) -> None:
         sampling = assignment.sampling
         self.assignment = assignment
-        self.columns = Columns(assignment.output.ids, assignment.output.logprobs, assignment.output.versions)
+        self.prompt_tokens = len(assignment.prompt_ids)
         self.tokens = array("i", [*assignment.prompt_ids, *assignment.output.ids])
         self.names = names
         self.weights_id = weights_id
@@ -67,7 +68,10 @@ class Sequence:
         self.stop_ids = frozenset(sampling.stop_token_ids) | (
             frozenset() if sampling.ignore_eos else frozenset(eos_ids)
         )
-        self.slice_end = None if assignment.slice_tokens is None else len(self.columns) + assignment.slice_tokens
+        self.slice_total = (
+            sys.maxsize if assignment.slice_tokens is None else len(self.tokens) + assignment.slice_tokens
+        )
+        """Tokens with which it is to be parked."""
         self.image = assignment.image
         self.loadable = True
         """No copy from the host has failed for it."""
@@ -93,8 +97,9 @@ class Sequence:
         return (self.trajectory_id, self.epoch)
 
     @property
-    def prompt_tokens(self) -> int:
-        return len(self.assignment.prompt_ids)
+    def output_tokens(self) -> int:
+        """Sampled ones."""
+        return len(self.tokens) - self.prompt_tokens
 
     @property
     def pages(self) -> Holding:
@@ -109,8 +114,15 @@ class Sequence:
     @property
     def needs_prefill(self) -> bool:
         """Whether the next position is for prefill: not if a decode step can feed the last token."""
-        feeds_last = self.computed == len(self.tokens) - 1 > 0 and not self.deterministic
-        return self.computed < self.prefill_end and not feeds_last
+        if self.deterministic:
+            return self.computed < self.prompt_tokens
+        missing = len(self.tokens) - self.computed
+        return missing > 1 or (missing == 1 and not self.computed)
+
+    @property
+    def full(self) -> bool:
+        """Whether the next position needs another page."""
+        return self.computed >= len(self.pages.table) * self.names.page_tokens
 
     @property
     def reusable_end(self) -> int:
@@ -133,18 +145,18 @@ class Sequence:
     @property
     def banned_ids(self) -> tuple[int, ...]:
         """Ids that the next token may not be."""
-        return tuple(self.stop_ids) if len(self.columns) < self.assignment.sampling.min_new_tokens else ()
+        return tuple(self.stop_ids) if self.output_tokens < self.assignment.sampling.min_new_tokens else ()
 
     def advance(self, tokens: int) -> bool:
         """`tokens` more positions have KV; True if the last one's logits give a new token."""
         self.computed += tokens
-        self.kv_seen = max(self.kv_seen, self.computed)
+        if self.computed > self.kv_seen:
+            self.kv_seen = self.computed
         return self.computed == len(self.tokens)
 
-    def accept(self, token: int, logprob: float, version: Version) -> FinishReason | None:
+    def accept(self, token: int) -> FinishReason | None:
         """Append a sampled token; the reason if it is the last one. Stop is looked at before length."""
         self.tokens.append(token)
-        self.columns.append(token, logprob, version)
         if token in self.stop_ids:
             return FinishReason.STOP
         if len(self.tokens) >= self.max_total:
@@ -153,4 +165,4 @@ class Sequence:
 
     @property
     def slice_over(self) -> bool:
-        return self.slice_end is not None and len(self.columns) >= self.slice_end
+        return len(self.tokens) >= self.slice_total

@@ -5,8 +5,9 @@ own. Conservation of each tier, after every operation: `free + tree + private + 
 reserved pages are destinations of a copy that is not complete. `audit` recomputes it from the structures.
 """
 
+from array import array
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -37,13 +38,15 @@ class Stored:
 class Holding:
     """The page table of one sequence."""
 
-    __slots__ = ("load_failed", "loads", "node", "owner", "reserved", "shared", "table", "weights_id")
+    __slots__ = ("_packed", "load_failed", "loads", "node", "owner", "reserved", "shared", "table", "weights_id")
 
     def __init__(self, owner: TrajectoryId, weights_id: str, node: Node, table: list[int]) -> None:
         self.owner = owner
         self.weights_id = weights_id
         self.node = node
         self.table = table
+        """To be changed by `append`, `replace` and `clear` only."""
+        self._packed: array[int] | None = None
         self.shared = len(table)
         self.reserved = 0
         """Own pages that a copy is writing to."""
@@ -51,6 +54,26 @@ class Holding:
         """Copies from the host that are under way into its pages."""
         self.load_failed = False
         """It has less than was asked for, and can only be closed."""
+
+    @property
+    def packed(self) -> "array[int]":
+        """The table as 32-bit integers, made anew only after it has changed."""
+        if self._packed is None:
+            self._packed = array("i", self.table)
+        return self._packed
+
+    def append(self, pages: Iterable[int]) -> None:
+        self.table += pages
+        self._packed = None
+
+    def replace(self, first: int, stop: int, pages: list[int]) -> None:
+        """`pages` take the place of [first, stop)."""
+        self.table[first:stop] = pages
+        self._packed = None
+
+    def clear(self) -> None:
+        self.table = []
+        self._packed = None
 
 
 class KVCache:
@@ -148,7 +171,7 @@ class KVCache:
             for step in missing:
                 holding.loads.add(self.tiered.load(step, done=partial(self._landed, holding)))
                 assert step.arriving is not None
-                holding.table += step.arriving.pages
+                holding.append(step.arriving.pages)
             self._tree.lock(node, Tier.DEVICE)
             self._tree.unlock(holding.node, Tier.DEVICE)
             holding.node = node
@@ -164,14 +187,23 @@ class KVCache:
         count = pages - len(holding.table)
         if count <= 0:
             return True
-        if count > self.available or not self.tiered.make_room(count):
+        if count > self.tiered.free(Tier.DEVICE) and (count > self.available or not self.tiered.make_room(count)):
             return False
-        holding.table += self.tiered.take(Tier.DEVICE, count)
+        holding.append(self.tiered.take(Tier.DEVICE, count))
         if reserved:
             holding.reserved += count
             self._counts.reserved += count
         else:
             self._counts.private += count
+        return True
+
+    def grow_each(self, holdings: Sequence[Holding]) -> bool:
+        """One more page for each table, if so many are free; otherwise nothing is done."""
+        if len(holdings) > self.tiered.free(Tier.DEVICE):
+            return False
+        for holding, page in zip(holdings, self.tiered.take(Tier.DEVICE, len(holdings)), strict=True):
+            holding.append((page,))
+        self._counts.private += len(holdings)
         return True
 
     def settle(self, holding: Holding) -> None:
@@ -198,7 +230,7 @@ class KVCache:
         self._tree.lock(node, Tier.DEVICE)
         self._tree.unlock(holding.node, Tier.DEVICE)
         holding.node = node
-        holding.table[first : first + len(kept)] = kept
+        holding.replace(first, first + len(kept), kept)
         holding.shared = first + len(kept)
         self._counts.private -= len(kept)
         self.tiered.give(Tier.DEVICE, (mine for mine, page in zip(own, kept, strict=False) if mine != page))
@@ -212,7 +244,7 @@ class KVCache:
         own = holding.table[holding.shared :]
         self._counts.private -= self.tiered.give(Tier.DEVICE, own)
         self._tree.unlock(holding.node, Tier.DEVICE)
-        holding.table = []
+        holding.clear()
         holding.shared = 0
 
     def park(self, holding: Holding, key: bytes, tokens: int) -> Kept:
@@ -230,7 +262,7 @@ class KVCache:
             owner=holding.owner, weights_id=holding.weights_id, key=key, tokens=tokens, node=holding.node, tail=tail
         )
         self.kept.add(kept)
-        holding.table = []
+        holding.clear()
         return kept
 
     def park_nothing(self, owner: TrajectoryId, weights_id: str) -> Kept:
@@ -253,7 +285,7 @@ class KVCache:
             assert grown, self.stats()
         tier, page = self.kept.take_tail(kept)
         if tier is Tier.DEVICE:
-            holding.table.append(page)
+            holding.append((page,))
             return
 
         def copied(copy_id: CopyId, ok: bool) -> None:
@@ -281,7 +313,7 @@ class KVCache:
         self._tree.lock(node, Tier.DEVICE)
         self._tree.unlock(holding.node, Tier.DEVICE)
         shared = _device_pages(node)
-        holding.table[: holding.shared] = shared
+        holding.replace(0, holding.shared, shared)
         holding.node, holding.shared = node, len(shared)
 
     def audit(self, holdings: Iterable[Holding]) -> None:
