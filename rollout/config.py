@@ -43,14 +43,16 @@ class ModelConfig(Section):
 class EngineConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda if the worker has a GPU."""
-    attention: Literal["auto", "torch", "flash"] = "auto"
-    """auto: flash on cuda, torch elsewhere."""
+    kernels: Literal["auto", "native", "torch", "flash"] = "auto"
+    """What runs the decoder. native: C++ of our own for the CPU, compiled at the first start on a machine; flash:
+    torch with flash-attn, on cuda in bfloat16; torch: plain torch, anywhere. auto: flash on cuda and native on a CPU,
+    or torch, with a warning, where that is not possible."""
     page_tokens: PositiveInt | None = None
-    """Tokens in a KV page; null: 16, or 256 with flash attention, which needs a multiple of 256."""
+    """Tokens in a KV page; null: 16, or 256 with flash, which needs a multiple of 256."""
     kv_bytes: ByteSize | None = None
     """Device memory for KV; null: 1 GiB on CPU, 85 % of what the weights leave free on CUDA."""
     max_running: PositiveInt = 32
-    """Sequences in the decode batch; in deterministic mode also its fixed size."""
+    """Sequences in the decode batch; in deterministic mode without native kernels also its fixed size."""
     max_context_tokens: int | None = Field(default=None, ge=2)
     """Longest prompt + output; null: the model's limit. Never more than fits in kv_bytes."""
     chunk_tokens: PositiveInt | None = None
@@ -66,7 +68,7 @@ class EngineConfig(Section):
     canary: bool = False
     """Check before every forward that each page of KV is the one that its sequence wrote. Slow; to find faults."""
     deterministic: bool = False
-    """Make resumed equal uninterrupted bit for bit, at the price of padding."""
+    """Make resumed equal uninterrupted bit for bit. Costs nothing with native kernels, padding with the others."""
 
 
 class WriteThrough(Section):

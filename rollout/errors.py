@@ -4,7 +4,8 @@
     ├── ConfigError              a configuration, command line or environment that cannot work
     │   ├── ModelNotFoundError   no such model directory, or a file is missing from it
     │   ├── UnsupportedModelError  an architecture, dtype or file format that is not implemented
-    │   └── ClusterTooSmallError more CPUs or GPUs asked for than the cluster has
+    │   ├── ClusterTooSmallError more CPUs or GPUs asked for than the cluster has
+    │   └── NativeKernelsError   the CPU kernels cannot be compiled or loaded here
     ├── RequestError             one submission is wrong; others are not affected
     │   ├── InvalidPromptError   malformed prompt: wrong type, empty, unknown token ids
     │   ├── PromptTooLongError   prompt leaves no room for a single new token
@@ -45,6 +46,10 @@ class UnsupportedModelError(ConfigError):
 
 class ClusterTooSmallError(ConfigError):
     """More CPUs or GPUs were asked for than the cluster has."""
+
+
+class NativeKernelsError(ConfigError):
+    """The CPU kernels cannot be compiled or loaded here."""
 
 
 class RequestError(RolloutError):

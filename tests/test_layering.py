@@ -15,7 +15,7 @@ LAYERS = (
     ("errors",),
     ("types",),
     ("config", "metrics"),
-    ("attention", "kv", "control", "store", "text"),
+    ("attention", "native", "kv", "control", "store", "text"),
     ("model",),
     ("engine",),
     ("cluster", "sim"),

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,18 +14,23 @@ from rollout.attention import make_attention
 from rollout.config import EngineConfig, HostConfig, ModelConfig
 from rollout.engine.engine import Engine
 from rollout.engine.images import Images
+from rollout.engine.native_sampling import NativeSampler
 from rollout.engine.rates import Rates
 from rollout.engine.runner import Runner
-from rollout.engine.sampling import Sampler
+from rollout.engine.sampling import Sampler, TorchSampler
 from rollout.engine.scheduler import Limits, Scheduler
-from rollout.errors import ConfigError
+from rollout.errors import ConfigError, NativeKernelsError
 from rollout.kv.cache import KVCache
 from rollout.kv.copier import Copier
 from rollout.kv.keys import Fingerprint, root_key
 from rollout.kv.restore import ImageReader, Restorer
 from rollout.kv.storage import KVStorage
+from rollout.model.decoder import Decoder, TorchDecoder
+from rollout.model.native import NativeDecoder, refusal
 from rollout.model.spec import ModelSpec
-from rollout.model.weights import load_decoder
+from rollout.model.weights import load_directory
+from rollout.native.build import build
+from rollout.native.library import Kernels
 from rollout.types import Version
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -37,6 +43,8 @@ FLASH_HEAD_DIM = 256
 """Largest that flash-attn 2 has kernels for."""
 KV_LAYOUT = 1
 """Version of the page layout, part of the fingerprint."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,10 +59,10 @@ class Assembled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """Where and how attention runs, and the sizes that follow from it."""
+    """Where and how the decoder runs, and the sizes that follow from it."""
 
     device: torch.device
-    attention: Literal["torch", "flash"]
+    name: Literal["native", "torch", "flash"]
     page_tokens: int
     chunk_tokens: int
 
@@ -77,8 +85,10 @@ def assemble(
     """
     dtype = DTYPES[model.dtype]
     kernel = choose_kernel(config, spec, dtype)
-    attention = make_attention(kernel.attention, deterministic=config.deterministic)
-    decoder = load_decoder(model.path, spec, dtype, kernel.device)
+    decoder, sampler = _make_decoder(kernel, config, spec, dtype)
+    load_directory(decoder, model.path)
+    # Kernels whose bits depend on nothing else keep the promise of deterministic mode whatever is planned.
+    replay = config.deterministic and not decoder.batch_invariant
     page_bytes = kernel.page_tokens * spec.layers * 2 * spec.kv_heads * spec.head_dim * dtype.itemsize
     pages = _page_count(config, kernel, page_bytes)
     storage = KVStorage(
@@ -96,9 +106,9 @@ def assemble(
         max_running=config.max_running,
         chunk_tokens=kernel.chunk_tokens,
         prefill_tokens=config.prefill_tokens,
-        deterministic=config.deterministic,
+        deterministic=replay,
     )
-    fingerprint = _fingerprint(config, spec, model.dtype, attention.name, kernel)
+    fingerprint = _fingerprint(config, spec, model.dtype, decoder, kernel)
     cache = KVCache(
         pages,
         kernel.page_tokens,
@@ -110,7 +120,7 @@ def assemble(
     rates = Rates(storage.token_bytes, host.load_back_tokens)
     max_context = min(spec.max_context_tokens, config.max_context_tokens or sys.maxsize, pages * kernel.page_tokens)
     engine = Engine(
-        runner=Runner(decoder, attention, storage, Sampler(spec.vocab_size, kernel.device), limits),
+        runner=Runner(decoder, storage, sampler, limits),
         scheduler=Scheduler(cache, images, rates, limits),
         cache=cache,
         images=images,
@@ -121,7 +131,7 @@ def assemble(
         vocab_size=spec.vocab_size,
         eos_ids=spec.eos_token_ids,
         max_context=max_context,
-        deterministic=config.deterministic,
+        deterministic=replay,
         weights_id=weights_id,
         version=version,
     )
@@ -133,6 +143,34 @@ def choose_kernel(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> 
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("engine.device: got cuda, but this worker sees no GPU (cluster.gpus_per_worker: 1)")
     on_cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
+    name = _choose(config, spec, dtype, on_cuda=on_cuda)
+    page_tokens = config.page_tokens or (FLASH_PAGE_TOKENS if name == "flash" else PAGE_TOKENS)
+    chunk_tokens = config.chunk_tokens or max(CHUNK_TOKENS, page_tokens)
+    if name == "flash" and page_tokens % FLASH_PAGE_TOKENS:
+        raise ConfigError(f"engine.page_tokens: got {page_tokens}, flash needs a multiple of {FLASH_PAGE_TOKENS}")
+    if config.deterministic and name != "native" and chunk_tokens % page_tokens:
+        raise ConfigError(
+            f"engine.chunk_tokens: got {chunk_tokens}, deterministic mode with {name} kernels needs a "
+            f"multiple of engine.page_tokens ({page_tokens})"
+        )
+    return Kernel(
+        device=torch.device("cuda" if on_cuda else "cpu"),
+        name=name,
+        page_tokens=page_tokens,
+        chunk_tokens=chunk_tokens,
+    )
+
+
+def _choose(
+    config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, *, on_cuda: bool
+) -> Literal["native", "torch", "flash"]:
+    """The kernels that were asked for, or the best there are."""
+    if config.kernels == "native":
+        if on_cuda:
+            raise ConfigError("engine.kernels: got native with device cuda, allowed: flash, torch")
+        if why := refusal(spec):
+            raise NativeKernelsError(f"engine.kernels: native: {why}")
+        build()
     reasons = [
         reason
         for reason, holds in (
@@ -142,29 +180,32 @@ def choose_kernel(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> 
         )
         if holds
     ]
-    if config.attention == "flash" and reasons:
+    if config.kernels == "flash" and reasons:
         raise ConfigError(
-            f"engine.attention: got flash with {' and '.join(reasons)}, allowed: cuda, bfloat16, "
+            f"engine.kernels: got flash with {' and '.join(reasons)}, allowed: cuda, bfloat16, "
             f"head_dim a multiple of 8 up to {FLASH_HEAD_DIM}"
         )
-    attention: Literal["torch", "flash"] = "flash" if config.attention != "torch" and not reasons else "torch"
-    page_tokens = config.page_tokens or (FLASH_PAGE_TOKENS if attention == "flash" else PAGE_TOKENS)
-    chunk_tokens = config.chunk_tokens or max(CHUNK_TOKENS, page_tokens)
-    if attention == "flash" and page_tokens % FLASH_PAGE_TOKENS:
-        raise ConfigError(
-            f"engine.page_tokens: got {page_tokens}, flash attention needs a multiple of {FLASH_PAGE_TOKENS}"
-        )
-    if config.deterministic and chunk_tokens % page_tokens:
-        raise ConfigError(
-            f"engine.chunk_tokens: got {chunk_tokens}, deterministic mode needs a multiple of "
-            f"engine.page_tokens ({page_tokens})"
-        )
-    return Kernel(
-        device=torch.device("cuda" if on_cuda else "cpu"),
-        attention=attention,
-        page_tokens=page_tokens,
-        chunk_tokens=chunk_tokens,
-    )
+    if config.kernels != "auto":
+        return config.kernels
+    if on_cuda:
+        return "torch" if reasons else "flash"
+    try:
+        if why := refusal(spec):
+            raise NativeKernelsError(why)
+        build()
+    except NativeKernelsError as error:
+        logger.warning("engine.kernels: torch, which is several times slower than native, because of %s", error)
+        return "torch"
+    return "native"
+
+
+def _make_decoder(kernel: Kernel, config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> tuple[Decoder, Sampler]:
+    if kernel.name == "native":
+        kernels = Kernels(torch.get_num_threads())
+        return NativeDecoder(spec, kernels, dtype=dtype), NativeSampler(spec.vocab_size, kernels)
+    attention = make_attention(kernel.name, deterministic=config.deterministic)
+    decoder = TorchDecoder(spec, attention, dtype=dtype, device=kernel.device)
+    return decoder, TorchSampler(spec.vocab_size, kernel.device)
 
 
 def _page_count(config: EngineConfig, kernel: Kernel, page_bytes: int) -> int:
@@ -180,7 +221,7 @@ def _page_count(config: EngineConfig, kernel: Kernel, page_bytes: int) -> int:
     return pages
 
 
-def _fingerprint(config: EngineConfig, spec: ModelSpec, dtype: str, attention: str, kernel: Kernel) -> Fingerprint:
+def _fingerprint(config: EngineConfig, spec: ModelSpec, dtype: str, decoder: Decoder, kernel: Kernel) -> Fingerprint:
     """Everything but weights that the bytes of a page depend on; in deterministic mode bit for bit."""
     facts: dict[str, object] = {
         "architecture": spec.architecture,
@@ -193,13 +234,12 @@ def _fingerprint(config: EngineConfig, spec: ModelSpec, dtype: str, attention: s
         "page_tokens": kernel.page_tokens,
         "layout": KV_LAYOUT,
         "byteorder": sys.byteorder,
-        "attention": attention,
+        "kernels": decoder.name,
     }
     if config.deterministic:
-        on_cuda = kernel.device.type == "cuda"
+        facts["build"] = decoder.build
+    if config.deterministic and not decoder.batch_invariant:
         facts |= {
-            "torch": torch.__version__,
-            "device": torch.cuda.get_device_name() if on_cuda else torch.backends.cpu.get_cpu_capability(),
             "threads": torch.get_num_threads(),
             "chunk_tokens": kernel.chunk_tokens,
             "decode_rows": config.max_running,

@@ -188,6 +188,7 @@ class Engine:
     def close(self) -> None:
         self._restorer.close()
         self._copier.close()
+        self._runner.close()
 
     def audit(self) -> None:
         """Recompute page accounting from the structures; asserts if a counter is wrong."""

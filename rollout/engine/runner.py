@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollout.attention import Attention
 from rollout.attention.interface import PrefillBatch
 from rollout.engine.batch import Forward, decode_forward, prefill_forward
 from rollout.engine.sampling import Sampler, SamplingBatch
@@ -45,11 +44,8 @@ class Span(NamedTuple):
 class Runner:
     """The decoder, its KV pages and the sampler of one worker."""
 
-    def __init__(
-        self, decoder: Decoder, attention: Attention, storage: KVStorage, sampler: Sampler, limits: Limits
-    ) -> None:
+    def __init__(self, decoder: Decoder, storage: KVStorage, sampler: Sampler, limits: Limits) -> None:
         self._decoder = decoder
-        self._attention = attention
         self._storage = storage
         self._sampler = sampler
         self._limits = limits
@@ -69,6 +65,10 @@ class Runner:
     def fence(self) -> Fence:
         """Everything that was run so far."""
         return self._storage.fence()
+
+    def close(self) -> None:
+        """End the decoder's threads."""
+        self._decoder.close()
 
     @torch.inference_mode()
     def run(self, plan: Plan) -> list[Draw]:
@@ -126,7 +126,7 @@ class Runner:
             tables = batch.tables_SP if isinstance(batch, PrefillBatch) else batch.tables_BP
             known = [sequence.chain_values(0, start) for sequence, start, _ in spans]
             canary.verify([sequence.key for sequence, _, _ in spans], tables, known)
-        hidden = self._decoder.forward(forward.ids_T, forward.positions_T, self._storage.pages, self._attention, batch)
+        hidden = self._decoder.forward(forward.ids_T, forward.positions_T, self._storage.pages, batch)
         if canary is not None:
             where = (
                 (batch.write_pages_T, batch.write_slots_T)

@@ -12,6 +12,7 @@ Shape letters: R rows, V vocabulary, n candidates of one row, best first.
 import hashlib
 import struct
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -58,21 +59,28 @@ class SamplingBatch:
         )
 
 
-class Sampler:
+class Sampler(Protocol):
     """Samples one token per row."""
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
-        self._vocab_size = vocab_size
-        self._device = device
-        self._id_bits_V = _mix_(_mix_(torch.arange(vocab_size, dtype=torch.int32, device=device)).add_(0x1B873593))
-
-    @torch.no_grad()
     def sample(self, logits_RV: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
         """Ids (int64) and their log-probabilities (fp32) for the first `len(batch)` rows; the rest is padding.
 
         The log-probability is under the distribution that was drawn from. A greedy row takes the best allowed
-        token, and reports its log-probability at temperature 1 without truncation.
+        token, and reports its log-probability at temperature 1 without truncation. The logits may be written to.
         """
+        ...
+
+
+class TorchSampler:
+    """In plain torch, on any device."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._id_bits_V = id_bits(vocab_size, device)
+
+    @torch.no_grad()
+    def sample(self, logits_RV: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
         rows = len(batch)
         assert logits_RV.shape[0] >= rows, f"{rows} rows to draw, {logits_RV.shape[0]} rows of logits"
         assert logits_RV.shape[1] == self._vocab_size, f"{logits_RV.shape[1]} logits, {self._vocab_size} tokens"
@@ -113,19 +121,23 @@ class Sampler:
 
     def _log_exponentials(self, batch: SamplingBatch) -> Tensor:
         """Logarithms of standard exponential variates [R, V]; their negatives are Gumbel noise."""
-        keys = [_row_keys(seed, position) for seed, position in zip(batch.seeds, batch.positions, strict=True)]
-        keys_R2 = torch.tensor(keys, dtype=torch.int32, device=self._device)
+        keys_R2 = torch.tensor(row_keys(batch), dtype=torch.int32, device=self._device)
         bits_RV = torch.bitwise_xor(self._id_bits_V, keys_R2[:, :1]).add_(keys_R2[:, 1:])
         # The winner has the smallest of V variates, so precision is needed near 0: there the bits count all.
         uniform_RV = _mix_(bits_RV).bitwise_and_(0x7FFFFFFF).to(torch.float32).add_(0.5).mul_(-_UNIT)
         return uniform_RV.log1p_().neg_().log_()
 
 
-def _row_keys(seed: int, position: int) -> tuple[int, int]:
-    """Two 32-bit keys of one draw."""
-    digest = hashlib.blake2b(struct.pack("<QQ", seed, position), digest_size=8).digest()
-    first, second = struct.unpack("<ii", digest)
-    return first, second
+def id_bits(vocab_size: int, device: torch.device) -> Tensor:
+    """What each token id contributes to the noise, int32 [V]."""
+    return _mix_(_mix_(torch.arange(vocab_size, dtype=torch.int32, device=device)).add_(0x1B873593))
+
+
+def row_keys(batch: SamplingBatch) -> list[tuple[int, int]]:
+    """Two 32-bit keys for each draw."""
+    draws = zip(batch.seeds, batch.positions, strict=True)
+    digests = [hashlib.blake2b(struct.pack("<QQ", *draw), digest_size=8).digest() for draw in draws]
+    return [struct.unpack("<ii", digest) for digest in digests]
 
 
 def _mix_(bits: Tensor) -> Tensor:

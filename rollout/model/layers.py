@@ -8,6 +8,8 @@ Shape letters: T tokens, E hidden, I intermediate, N query heads, K KV heads, H 
 A = N + 2K heads of the fused projection; X and Y the inputs and outputs of a linear map, G = 2I.
 """
 
+from collections.abc import Mapping
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,6 +17,7 @@ from torch import Tensor
 from rollout.attention.interface import Attention, DecodeBatch, PrefillBatch
 from rollout.model.rope import rotate
 from rollout.model.spec import ModelSpec
+from rollout.model.weights import Target, head_widths, whole
 
 _SERIAL_ELEMENTS = 32768
 """Elementwise CPU kernels split more elements than this among threads, in the middle of rows."""
@@ -47,7 +50,9 @@ class RMSNorm:
 class Layer:
     """Attention and SwiGLU, each behind a norm and beside a residual."""
 
-    def __init__(self, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, spec: ModelSpec, attention: Attention, *, dtype: torch.dtype, device: torch.device) -> None:
+        self._spec = spec
+        self._attention = attention
         self._heads, self._kv_heads, self._head_dim = spec.heads, spec.kv_heads, spec.head_dim
         fused = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
         self.attention_norm = RMSNorm(spec, dtype=dtype, device=device)
@@ -57,13 +62,30 @@ class Layer:
         self.gate_up = Linear(spec.hidden, 2 * spec.intermediate, bias=False, dtype=dtype, device=device)
         self.down = Linear(spec.intermediate, spec.hidden, bias=False, dtype=dtype, device=device)
 
+    def targets(self) -> Mapping[str, Target]:
+        """Where each tensor goes, under its Hugging Face name within the layer."""
+        targets = {
+            "input_layernorm.weight": whole(self.attention_norm.weight_E),
+            "post_attention_layernorm.weight": whole(self.mlp_norm.weight_E),
+            "self_attn.o_proj.weight": whole(self.out.weight_YX),
+            "mlp.down_proj.weight": whole(self.down.weight_YX),
+        }
+        widths = head_widths(self._spec)
+        for name, part in zip(widths, torch.split(self.qkv.weight_YX, list(widths.values())), strict=True):
+            targets[f"self_attn.{name}_proj.weight"] = whole(part)
+        if self.qkv.bias_Y is not None:
+            for name, part in zip(widths, torch.split(self.qkv.bias_Y, list(widths.values())), strict=True):
+                targets[f"self_attn.{name}_proj.bias"] = whole(part)
+        for name, part in zip(("gate", "up"), self.gate_up.weight_YX.chunk(2), strict=True):
+            targets[f"mlp.{name}_proj.weight"] = whole(part)
+        return targets
+
     def forward(
         self,
         x_TE: Tensor,
         rope: tuple[Tensor, Tensor],
         k_pages: Tensor,
         v_pages: Tensor,
-        attention: Attention,
         batch: PrefillBatch | DecodeBatch,
     ) -> Tensor:
         """The layer's output, [T, E]; `rope` holds cosines and sines, [T, 1, h] each."""
@@ -72,9 +94,9 @@ class Layer:
         q_TNH, k_TKH = turned_TAH[:, : self._heads], turned_TAH[:, self._heads :]
         v_TKH = qkv_TAH[:, -self._kv_heads :]
         if isinstance(batch, PrefillBatch):
-            mixed_TNH = attention.prefill(q_TNH, k_TKH, v_TKH, k_pages, v_pages, batch)
+            mixed_TNH = self._attention.prefill(q_TNH, k_TKH, v_TKH, k_pages, v_pages, batch)
         else:
-            mixed_TNH = attention.decode(q_TNH, k_TKH, v_TKH, k_pages, v_pages, batch)
+            mixed_TNH = self._attention.decode(q_TNH, k_TKH, v_TKH, k_pages, v_pages, batch)
         x_TE = x_TE + self.out(mixed_TNH.flatten(1))
         return x_TE + self.down(swiglu(self.gate_up(self.mlp_norm(x_TE))))
 

@@ -43,12 +43,12 @@ class RopeTable:
         position_C = torch.arange(positions, dtype=torch.float32)
         angles_Ch = (position_C[:, None] * inverse_frequencies(rope, head_dim)).double()
         # Through fp32, so that bf16 rounds what Hugging Face rounds.
-        self._cos_Ch = angles_Ch.cos().float().to(device=device, dtype=dtype)
-        self._sin_Ch = angles_Ch.sin().float().to(device=device, dtype=dtype)
+        self.cos_Ch = angles_Ch.cos().float().to(device=device, dtype=dtype)
+        self.sin_Ch = angles_Ch.sin().float().to(device=device, dtype=dtype)
 
     def at(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines to broadcast over heads, [T, 1, h] each."""
-        return self._cos_Ch[positions_T, None], self._sin_Ch[positions_T, None]
+        return self.cos_Ch[positions_T, None], self.sin_Ch[positions_T, None]
 
 
 def rotate(x_TAH: Tensor, cos_T1h: Tensor, sin_T1h: Tensor) -> Tensor:

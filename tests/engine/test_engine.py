@@ -143,9 +143,9 @@ def test_a_broken_model_fails_the_trajectory_and_not_the_engine(path: Path) -> N
     ("engine", "message"),
     [
         ({"device": "cuda"}, "this worker sees no GPU"),
-        ({"deterministic": True, "chunk_tokens": 20}, "multiple of engine.page_tokens"),
+        ({"kernels": "torch", "deterministic": True, "chunk_tokens": 20}, "multiple of engine.page_tokens"),
         ({"kv_bytes": 100}, "at least two pages"),
-        ({"attention": "flash"}, "flash with device cpu and model.dtype float32"),
+        ({"kernels": "flash"}, "flash with device cpu and model.dtype float32"),
     ],
 )
 def test_sizes_and_devices_that_cannot_work_are_named(path: Path, engine, message: str) -> None:

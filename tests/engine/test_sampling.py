@@ -5,7 +5,8 @@ Shape letters: R rows, V vocabulary.
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 
 import pytest
 import torch
@@ -13,11 +14,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rollout.engine.sampling import Sampler, SamplingBatch
+from rollout.engine.native_sampling import NativeSampler
+from rollout.engine.sampling import Sampler, SamplingBatch, TorchSampler
+from rollout.native.library import Kernels
 from rollout.types import SamplingParams
 
 CPU = torch.device("cpu")
 PLAIN = SamplingParams()
+KERNELS = Kernels(2)
+MAKE: dict[str, Callable[[int], Sampler]] = {
+    "torch": lambda vocab_size: TorchSampler(vocab_size, CPU),
+    "native": lambda vocab_size: NativeSampler(vocab_size, KERNELS),
+}
+chosen: ContextVar[str] = ContextVar("chosen")
+
+
+@pytest.fixture(scope="module", autouse=True, params=MAKE)
+def sampler(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every test of this file runs with each of them."""
+    token = chosen.set(request.param)
+    yield
+    chosen.reset(token)
 
 
 def draw(
@@ -36,7 +53,7 @@ def draw(
         positions=tuple(positions or range(rows)),
         banned=(banned,) * rows,
     )
-    return Sampler(logits_RV.shape[1], CPU).sample(logits_RV, batch)
+    return MAKE[chosen.get()](logits_RV.shape[1]).sample(logits_RV.clone(), batch)
 
 
 def repeated(logits: Sequence[float] | Tensor, rows: int) -> Tensor:

@@ -4,12 +4,17 @@ Shape letters: those of `rollout.attention.interface`; C context positions.
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from rollout.attention.interface import DecodeBatch, PrefillBatch, write_kv
-from rollout.model.decoder import Decoder
+from rollout.model.decoder import Decoder, TorchDecoder
+from rollout.model.native import NativeDecoder
+from rollout.model.spec import read_spec
+from rollout.model.weights import load_directory
+from rollout.native.library import Kernels
 
 PAGE_TOKENS = 4
 
@@ -50,6 +55,18 @@ def _attend(q_TNH: Tensor, k_pages: Tensor, v_pages: Tensor, table_P: Tensor, co
     return out_NTH.transpose(0, 1)
 
 
+def torch_decoder(path: Path, dtype: torch.dtype = torch.float32) -> TorchDecoder:
+    decoder = TorchDecoder(read_spec(path), DenseAttention(), dtype=dtype, device=torch.device("cpu"))
+    load_directory(decoder, path)
+    return decoder
+
+
+def native_decoder(path: Path, dtype: torch.dtype = torch.float32, *, threads: int = 2) -> NativeDecoder:
+    decoder = NativeDecoder(read_spec(path), Kernels(threads), dtype=dtype)
+    load_directory(decoder, path)
+    return decoder
+
+
 class PagedDecoder:
     """A decoder with pages for a few sequences; page numbers are handed out interleaved, page 0 is scratch."""
 
@@ -59,13 +76,14 @@ class PagedDecoder:
         shape = (1 + sequences * each, spec.layers, 2, PAGE_TOKENS, spec.kv_heads, spec.head_dim)
         self.decoder = decoder
         # What stale pages hold must not matter.
-        self.pages = torch.full(shape, 7.0, dtype=decoder.embedding_VE.dtype)
+        self.pages = torch.full(shape, 7.0, dtype=decoder.dtype)
         self.tables_SP = 1 + torch.arange(sequences * each, dtype=torch.int32).view(each, sequences).T.contiguous()
         self.lengths = [0] * sequences
 
     @torch.inference_mode()
     def prefill(self, chunks: Sequence[Sequence[int]], *, padding: int = 0) -> list[Tensor]:
-        """Logits of every token of the next chunk of each sequence."""
+        """Logits of every token of the next chunk of each sequence; padding only for decoders that may need it."""
+        padding *= not self.decoder.batch_invariant
         ids = [i for chunk in chunks for i in chunk] + [0] * padding
         positions_T, pages_T, slots_T = self._places([len(chunk) for chunk in chunks], padding)
         ends = [length + len(chunk) for length, chunk in zip(self.lengths, chunks, strict=True)]
@@ -78,14 +96,15 @@ class PagedDecoder:
             write_pages_T=pages_T,
             write_slots_T=slots_T,
         )
-        hidden_TE = self.decoder.forward(torch.tensor(ids), positions_T, self.pages, DenseAttention(), batch)
+        hidden_TE = self.decoder.forward(torch.tensor(ids), positions_T, self.pages, batch)
         self.lengths = ends
-        logits_TV = self.decoder.logits(hidden_TE)
+        logits_TV = self.decoder.logits(hidden_TE).float()
         return list(torch.split(logits_TV[: len(ids) - padding], [len(chunk) for chunk in chunks]))
 
     @torch.inference_mode()
     def decode(self, ids: Sequence[int], *, padding: int = 0) -> Tensor:
-        """Logits after one more token of each sequence, [S, V]."""
+        """Logits after one more token of each sequence, [S, V]; padded likewise."""
+        padding *= not self.decoder.batch_invariant
         positions_B, pages_B, slots_B = self._places([1] * len(ids), padding)
         lengths_B = torch.tensor([*self.lengths, *[0] * padding], dtype=torch.int32)
         padded_tables_BP = torch.cat((self.tables_SP, self.tables_SP.new_zeros(padding, self.tables_SP.shape[1])))
@@ -97,9 +116,9 @@ class PagedDecoder:
             write_slots_B=slots_B,
         )
         ids_B = torch.tensor([*ids, *[0] * padding])
-        hidden_BE = self.decoder.forward(ids_B, positions_B, self.pages, DenseAttention(), batch)
+        hidden_BE = self.decoder.forward(ids_B, positions_B, self.pages, batch)
         self.lengths = [length + 1 for length in self.lengths]
-        return self.decoder.logits(hidden_BE)[: len(ids)]
+        return self.decoder.logits(hidden_BE).float()[: len(ids)]
 
     def _places(self, counts: Sequence[int], padding: int) -> tuple[Tensor, Tensor, Tensor]:
         """Positions, pages and slots of the next tokens of each sequence, then of padding rows."""

@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from rollout.model.decoder import Decoder
 from rollout.model.layers import RMSNorm, swiglu
 from rollout.model.spec import read_spec
-from rollout.model.weights import load_decoder
-from tests.model.paged import PagedDecoder
+from tests.model.paged import PagedDecoder, native_decoder, torch_decoder
 from tests.tiny_models import make_tiny_llama, make_tiny_qwen2
 
 CPU = torch.device("cpu")
@@ -37,12 +36,20 @@ MODELS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
 IDS = torch.randint(4, 320, (61,), generator=torch.Generator().manual_seed(1)).tolist()
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Decoder, Tensor]:
+Load = Callable[[Path, torch.dtype], Decoder]
+DECODERS: dict[str, Load] = {"torch": torch_decoder, "native": native_decoder}
+both = pytest.mark.parametrize("load", DECODERS.values(), ids=list(DECODERS))
+
+
+@pytest.fixture(scope="module", params=[(model, kind) for model in MODELS for kind in DECODERS], ids="-".join)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Decoder, Tensor]]:
     """A decoder, and Hugging Face's logits of IDS."""
-    make, overrides = MODELS[request.param]
+    model, kind = request.param
+    make, overrides = MODELS[model]
     path = make(tmp_path_factory.mktemp("model"), **overrides)
-    return _load(path, torch.float32), _hugging_face_logits(path, torch.float32, IDS)
+    decoder = DECODERS[kind](path, torch.float32)
+    yield decoder, _hugging_face_logits(path, torch.float32, IDS)
+    decoder.close()
 
 
 def test_one_prefill_gives_the_logits_of_hugging_face(pair: tuple[Decoder, Tensor]) -> None:
@@ -76,19 +83,29 @@ def test_sequences_of_one_batch_do_not_mix(pair: tuple[Decoder, Tensor]) -> None
 
 
 @pytest.mark.parametrize("make", [make_tiny_llama, make_tiny_qwen2])
+def test_bf16_native_is_as_close_to_fp32_as_hugging_face(make: Callable[..., Path], tmp_path: Path) -> None:
+    path = make(tmp_path, dtype=torch.bfloat16)
+    true_TV = _hugging_face_logits(path, torch.float32, IDS)
+    (logits_TV,) = PagedDecoder(native_decoder(path, torch.bfloat16)).prefill([IDS])
+    theirs_TV = _hugging_face_logits(path, torch.bfloat16, IDS)
+    ours, theirs = ((found_TV - true_TV).abs().mean() for found_TV in (logits_TV, theirs_TV))
+    assert 0 < ours <= 1.1 * theirs
+
+
+@pytest.mark.parametrize("make", [make_tiny_llama, make_tiny_qwen2])
 def test_bf16_rounds_where_hugging_face_rounds(make: Callable[..., Path], tmp_path: Path) -> None:
     path = make(tmp_path, dtype=torch.bfloat16)
-    (logits_TV,) = PagedDecoder(_load(path, torch.bfloat16)).prefill([IDS])
+    (logits_TV,) = PagedDecoder(torch_decoder(path, torch.bfloat16)).prefill([IDS])
     expected_TV = _hugging_face_logits(path, torch.bfloat16, IDS)
-    assert logits_TV.dtype == torch.float32
     torch.testing.assert_close(logits_TV, expected_TV, atol=0.2, rtol=0)
     # Matrix products of other widths may sum in another order; nothing else differs.
     assert (logits_TV == expected_TV).float().mean() > 0.5
 
 
-def test_bf16_weights_run_in_fp32(tmp_path: Path) -> None:
+@both
+def test_bf16_weights_run_in_fp32(load: Load, tmp_path: Path) -> None:
     path = make_tiny_llama(tmp_path, dtype=torch.bfloat16)
-    (logits_TV,) = PagedDecoder(_load(path, torch.float32)).prefill([IDS])
+    (logits_TV,) = PagedDecoder(load(path, torch.float32)).prefill([IDS])
     torch.testing.assert_close(logits_TV, _hugging_face_logits(path, torch.float32, IDS), atol=1e-4, rtol=0)
 
 
@@ -120,9 +137,12 @@ def _swiglu(row_G: Tensor) -> Tensor:
 
 
 @pytest.mark.usefixtures("three_threads")
+@both
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_decode_row_does_not_depend_on_its_place_or_on_other_rows(tmp_path: Path, dtype: torch.dtype) -> None:
-    decoder = _load(make_tiny_qwen2(tmp_path, dtype=dtype, intermediate_size=8960, head_dim=20), dtype)
+def test_a_decode_row_does_not_depend_on_its_place_or_on_other_rows(
+    tmp_path: Path, dtype: torch.dtype, load: Load
+) -> None:
+    decoder = load(make_tiny_qwen2(tmp_path, dtype=dtype, intermediate_size=8960, head_dim=20), dtype)
     alike, mixed = PagedDecoder(decoder, sequences=10), PagedDecoder(decoder, sequences=10)
     alike.prefill([IDS[:1]] * 10)
     mixed.prefill([*([token] for token in IDS[20:29]), IDS[:1]])
@@ -141,8 +161,9 @@ def test_the_norm_of_a_row_does_not_depend_on_its_place(tmp_path: Path) -> None:
     assert torch.equal(out_TE, out_TE[:1].expand_as(out_TE))
 
 
-def test_smollm2_answers_with_the_tokens_of_hugging_face(smollm2_path: Path) -> None:
-    decoder, theirs = _load(smollm2_path, torch.float32), _hugging_face(smollm2_path, torch.float32)
+@both
+def test_smollm2_answers_with_the_tokens_of_hugging_face(smollm2_path: Path, load: Load) -> None:
+    decoder, theirs = load(smollm2_path, torch.float32), _hugging_face(smollm2_path, torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(smollm2_path)
     for question, answer in (("What is the capital of France?", "Paris"), ("What colour is the sky?", "blue")):
         chat = [{"role": "user", "content": question}]
@@ -159,10 +180,6 @@ def test_smollm2_answers_with_the_tokens_of_hugging_face(smollm2_path: Path) -> 
         assert logits_TV.argmax(-1).tolist() == output
         assert logprobs == pytest.approx(logits_TV.log_softmax(-1).amax(-1).tolist(), abs=1e-4)
         assert answer in tokenizer.decode(output)
-
-
-def _load(path: Path, dtype: torch.dtype) -> Decoder:
-    return load_decoder(path, read_spec(path), dtype, CPU)
 
 
 def _hugging_face(path: Path, dtype: torch.dtype) -> PreTrainedModel:

@@ -10,10 +10,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rollout.errors import ModelNotFoundError, UnsupportedModelError
-from rollout.model.decoder import Decoder
+from rollout.model.decoder import Decoder, TorchDecoder
 from rollout.model.spec import read_spec
-from rollout.model.weights import load_decoder, load_weights, stream_safetensors, weight_views
-from tests.model.paged import PagedDecoder
+from rollout.model.weights import load_directory, load_weights, stream_safetensors
+from tests.model.paged import DenseAttention, PagedDecoder, native_decoder, torch_decoder
 from tests.tiny_models import make_tiny_llama, make_tiny_qwen2
 
 CPU = torch.device("cpu")
@@ -21,13 +21,13 @@ IDS = list(range(10, 40))
 O_PROJ = "model.layers.1.self_attn.o_proj.weight"
 
 
+Load = Callable[[Path, torch.dtype], Decoder]
+both = pytest.mark.parametrize("load", [torch_decoder, native_decoder], ids=["torch", "native"])
+
+
 @pytest.fixture
 def llama(tmp_path: Path) -> Path:
     return make_tiny_llama(tmp_path / "llama")
-
-
-def _load(path: Path, dtype: torch.dtype = torch.float32) -> Decoder:
-    return load_decoder(path, read_spec(path), dtype, CPU)
 
 
 def _logits(decoder: Decoder) -> Tensor:
@@ -48,51 +48,61 @@ def test_shards_load_like_a_single_file(make: Callable[..., Path], tied: bool, t
     sharded = make(tmp_path / "sharded", tie_word_embeddings=tied, max_shard_size="50KB")
     assert len(list(sharded.glob("*.safetensors"))) > 2
     assert dict(stream_safetensors(sharded)).keys() == dict(stream_safetensors(single)).keys()
-    assert torch.equal(_logits(_load(sharded)), _logits(_load(single)))
+    assert torch.equal(_logits(torch_decoder(sharded)), _logits(torch_decoder(single)))
 
 
+@both
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("make", [make_tiny_llama, make_tiny_qwen2])
-def test_every_weight_is_where_its_name_says(make: Callable[..., Path], dtype: torch.dtype, tmp_path: Path) -> None:
+def test_every_weight_is_where_its_name_says(
+    make: Callable[..., Path], load: Load, dtype: torch.dtype, tmp_path: Path
+) -> None:
     path = make(tmp_path, tie_word_embeddings=False)
-    views = weight_views(_load(path, dtype))
+    targets = load(path, dtype).targets()
     saved = load_file(path / "model.safetensors")
-    assert views.keys() == saved.keys()
-    for name, view in views.items():
-        assert torch.equal(view, saved[name].to(dtype)), name
+    assert targets.keys() == saved.keys()
+    for name, target in targets.items():
+        assert target.shape == tuple(saved[name].shape)
+        held = torch.cat([view.reshape(saved[name][rows].shape) for rows, view in target.pieces])
+        assert torch.equal(held, saved[name].to(dtype)), name
 
 
 def test_tied_embeddings_are_one_tensor(llama: Path, tmp_path: Path) -> None:
-    tied, untied = _load(llama), _load(make_tiny_llama(tmp_path / "untied", tie_word_embeddings=False))
+    tied, untied = torch_decoder(llama), torch_decoder(make_tiny_llama(tmp_path / "untied", tie_word_embeddings=False))
     assert tied.head_VE is tied.embedding_VE
     assert not torch.equal(untied.head_VE, untied.embedding_VE)
 
 
-def test_new_weights_replace_the_old_in_place(llama: Path, tmp_path: Path) -> None:
-    other = make_tiny_llama(tmp_path / "other", seed=1)
-    decoder = _load(llama)
-    addresses = {name: view.data_ptr() for name, view in weight_views(decoder).items()}
+def _addresses(decoder: Decoder) -> dict[str, list[int]]:
+    return {name: [view.data_ptr() for _, view in target.pieces] for name, target in decoder.targets().items()}
+
+
+@both
+@pytest.mark.parametrize("make", [make_tiny_llama, make_tiny_qwen2])
+def test_new_weights_replace_the_old_in_place(make: Callable[..., Path], load: Load, tmp_path: Path) -> None:
+    decoder, other = load(make(tmp_path / "first"), torch.float32), make(tmp_path / "other", seed=1)
+    addresses = _addresses(decoder)
     before = _logits(decoder)
     load_weights(decoder, stream_safetensors(other))
-    assert {name: view.data_ptr() for name, view in weight_views(decoder).items()} == addresses
-    assert torch.equal(_logits(decoder), _logits(_load(other)))
+    assert _addresses(decoder) == addresses
+    assert torch.equal(_logits(decoder), _logits(load(other, torch.float32)))
     assert not torch.equal(_logits(decoder), before)
 
 
 @pytest.mark.parametrize("inference", [True, False])
 def test_weights_loaded_in_inference_mode_can_be_replaced_outside(llama: Path, inference: bool) -> None:
     with torch.inference_mode(inference):
-        decoder = _load(llama)
+        decoder = torch_decoder(llama)
     load_weights(decoder, stream_safetensors(llama))
 
 
 def test_one_tensor_is_held_at_a_time(llama: Path) -> None:
-    decoder, last = _load(llama), list[weakref.ref[Tensor]]()
+    decoder, last = torch_decoder(llama), list[weakref.ref[Tensor]]()
 
     def watched() -> Iterator[tuple[str, Tensor]]:
-        for name in weight_views(decoder):
+        for name, target in decoder.targets().items():
             assert not last or last.pop()() is None, f"the tensor before {name} is still held"
-            tensor = torch.zeros_like(weight_views(decoder)[name])
+            tensor = torch.zeros(target.shape)
             last.append(weakref.ref(tensor))
             yield name, tensor
             del tensor
@@ -102,14 +112,14 @@ def test_one_tensor_is_held_at_a_time(llama: Path) -> None:
 
 
 def test_what_a_decoder_has_no_use_for_is_skipped(llama: Path) -> None:
-    expected = _logits(_load(llama))
+    expected = _logits(torch_decoder(llama))
 
     def add(tensors: dict[str, Tensor]) -> None:
         tensors["lm_head.weight"] = torch.zeros(320, 64)
         tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)
 
     _change(llama, add)
-    assert torch.equal(_logits(_load(llama)), expected)
+    assert torch.equal(_logits(torch_decoder(llama)), expected)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +144,7 @@ def test_weights_that_do_not_fit_are_named(
 ) -> None:
     _change(llama, change)
     with pytest.raises(UnsupportedModelError) as caught:
-        _load(llama)
+        torch_decoder(llama)
     assert message in str(caught.value)
     assert str(llama) in str(caught.value)
 
@@ -142,7 +152,7 @@ def test_weights_that_do_not_fit_are_named(
 def test_a_qwen2_bias_in_a_llama_is_unexpected(llama: Path) -> None:
     _change(llama, lambda tensors: tensors.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)}))
     with pytest.raises(UnsupportedModelError, match=r"1 unexpected: model\.layers\.0\.self_attn\.q_proj\.bias"):
-        _load(llama)
+        torch_decoder(llama)
 
 
 @pytest.mark.parametrize("keep", [0, 7, 100, 5000])
@@ -150,7 +160,7 @@ def test_a_damaged_file_is_a_typed_error(llama: Path, keep: int) -> None:
     file = llama / "model.safetensors"
     file.write_bytes(file.read_bytes()[:keep])
     with pytest.raises(UnsupportedModelError, match=r"model\.safetensors: not a safetensors file"):
-        _load(llama)
+        torch_decoder(llama)
 
 
 def test_a_shard_that_vanished_is_named(tmp_path: Path) -> None:
@@ -158,4 +168,4 @@ def test_a_shard_that_vanished_is_named(tmp_path: Path) -> None:
     spec, shards = read_spec(path), sorted(path.glob("model-*.safetensors"))
     shards[-1].unlink()
     with pytest.raises(ModelNotFoundError, match=shards[-1].name):
-        load_decoder(path, spec, torch.float32, CPU)
+        load_directory(TorchDecoder(spec, DenseAttention(), dtype=torch.float32, device=CPU), path)
