@@ -13,7 +13,7 @@ from tests.tiny_models import make_tiny_llama
 
 CHUNK = 16
 PARAMS = SamplingParams(temperature=0.8, max_new_tokens=20, ignore_eos=True)
-DETERMINISTIC = {"deterministic": True, "chunk_tokens": CHUNK, "prefill_tokens": CHUNK}
+DETERMINISTIC = {"kernels": "torch", "deterministic": True, "chunk_tokens": CHUNK, "prefill_tokens": CHUNK}
 (PROMPT,) = prompts(1, lengths=(4 * CHUNK + 5,))
 
 

@@ -51,7 +51,8 @@ def assert_equal(ours: Trajectory, ids: list[int], logprobs: list[float]) -> Non
         ("plain", {}),
         ("chunked prefill", {"chunk_tokens": 16, "prefill_tokens": 24}),
         ("odd chunks", {"chunk_tokens": 7}),
-        ("deterministic", {"deterministic": True, "chunk_tokens": 16}),
+        ("torch", {"kernels": "torch", "chunk_tokens": 16, "prefill_tokens": 24}),
+        ("deterministic by replay", {"kernels": "torch", "deterministic": True, "chunk_tokens": 16}),
     ],
 )
 def test_tiny_models_equal_hugging_face(tmp_path: Path, make, name: str, engine) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from rollout.control.messages import Moved
 from rollout.types import Keep, Phase, SamplingParams, Then, Trajectory, TrajectoryId
-from tests.engine.test_exactness import DETERMINISTIC, PARAMS, assert_same, roll_out
+from tests.engine.test_exactness import INVARIANT, PARAMS, REPLAY, assert_same, roll_out
 from tests.engine.test_parity import prompts
 from tests.local_service import LocalService
 from tests.tiny_models import make_tiny_llama
@@ -23,7 +23,7 @@ POLICIES: list[dict[str, Any]] = [
     {"kind": "write_back"},
     {"kind": "none"},
 ]
-MODES = pytest.mark.parametrize("mode", [DETERMINISTIC, {}], ids=["deterministic", "fast"])
+MODES = pytest.mark.parametrize("mode", [REPLAY, INVARIANT], ids=["replay", "invariant"])
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +106,7 @@ def at_home(local: LocalService) -> Keep | None:
 def test_a_suspended_trajectory_is_demoted_and_promoted_whole(
     path: Path, first: Keep, second: Keep, mode: dict[str, Any]
 ) -> None:
-    truth, _ = roll_out(path, prompts(1, lengths=(40,)), workers=1)
+    truth, _ = roll_out(path, prompts(1, lengths=(40,)), workers=1, **mode)
     local = held(path, first, **mode)
     columns = len(local.record(TrajectoryId("p0/0")).columns)
     for keep in (second, first, second):
@@ -124,8 +124,7 @@ def test_a_suspended_trajectory_is_demoted_and_promoted_whole(
     assert resume.recomputed_tokens == (known - resume.cached_tokens if lost else 0)
     assert resume.loaded_tokens == (known if second is Keep.HOST and not lost else 0)
     assert trajectory.suspensions == 1
-    if mode:
-        assert_same({trajectory.trajectory_id: trajectory}, truth)
+    assert_same({trajectory.trajectory_id: trajectory}, truth)
     assert [t.host.private for t in (w.engine.stats for w in local.workers.values())] == [0, 0]
     local.close()
 
@@ -133,7 +132,7 @@ def test_a_suspended_trajectory_is_demoted_and_promoted_whole(
 @pytest.mark.parametrize("keep", [Keep.DEVICE, Keep.HOST])
 def test_kept_on_a_worker_that_is_lost_it_is_computed_again(path: Path, keep: Keep) -> None:
     truth, _ = roll_out(path, prompts(1, lengths=(40,)), workers=1)
-    local = held(path, keep, **DETERMINISTIC)
+    local = held(path, keep, **REPLAY)
     home = local.record(TrajectoryId("p0/0")).worker
     assert home is not None
     local.lose(home)
@@ -144,7 +143,7 @@ def test_kept_on_a_worker_that_is_lost_it_is_computed_again(path: Path, keep: Ke
 
 def test_a_host_that_is_full_is_told_and_the_device_copy_stays(path: Path) -> None:
     """Case C7."""
-    local = held(path, Keep.HOST, host_pages=2, **DETERMINISTIC)
+    local = held(path, Keep.HOST, host_pages=2, **REPLAY)
     moved = [event for event in local.log if isinstance(event, Moved)]
     assert [(event.where, event.error is not None) for event in moved] == [(Keep.DEVICE, True)]
     assert local.core.counters.keep_failures == 1
@@ -188,7 +187,7 @@ def test_a_second_pass_over_more_prompts_than_the_device_holds_finds_them_on_the
 def test_resumed_while_its_export_is_in_flight_it_goes_on_exactly(path: Path, workers: int) -> None:
     """Case C6."""
     truth, _ = roll_out(path, prompts(1, lengths=(40,)), workers=1)
-    local = LocalService(path, workers=workers, canary=True, **DETERMINISTIC)
+    local = LocalService(path, workers=workers, canary=True, **REPLAY)
     name = TrajectoryId("p0/0")
     local.submit("p0", prompts(1, lengths=(40,))[0], PARAMS)
     local.step_until(lambda: len(local.record(name).columns) == 13)
@@ -213,7 +212,7 @@ def test_restores_that_need_more_pages_than_there_are_make_progress(path: Path) 
     """Case C9: six images of four pages each, and eight pages."""
     batch = prompts(6, lengths=(40,))
     truth, _ = roll_out(path, batch, workers=1)
-    local = LocalService(path, workers=1, canary=True, kv_bytes=10 * PAGE_BYTES, **DETERMINISTIC)
+    local = LocalService(path, workers=1, canary=True, kv_bytes=10 * PAGE_BYTES, **REPLAY)
     for index, prompt in enumerate(batch):
         name = TrajectoryId(f"p{index}/0")
         local.submit(f"p{index}", prompt, PARAMS)
@@ -310,7 +309,7 @@ def test_every_copy_restore_and_export_comes_after_what_was_computed_before(path
 @pytest.mark.parametrize("chunk", [64, 128])
 def test_what_is_not_loaded_leaves_a_prefix_of_whole_chunks(path: Path, chunk: int) -> None:
     """Deterministic mode, with fewer tokens on the host than are loaded."""
-    mode = {"deterministic": True, "chunk_tokens": chunk}
+    mode = REPLAY | {"chunk_tokens": chunk}
     batch = prompts(1, lengths=(300,))
     seeded = SamplingParams(max_new_tokens=30, ignore_eos=True, seed=0)
     truth, _ = roll_out(path, batch, workers=1, params=seeded, **mode)
