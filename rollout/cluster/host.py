@@ -29,6 +29,9 @@ from rollout.types import Keep, NodeId, SequenceKey, Version, WorkerId
 
 logger = logging.getLogger(__name__)
 
+TELL_S = 0.1
+"""Tokens are told at most once in this time, unless something else is to be told: each time costs the worker and the
+controller a call, and a token is of use to nobody before its trajectory stops."""
 IDLE_S = 0.5
 """Longest sleep of an engine thread that nobody wakes; bounds how late a deadline is seen."""
 
@@ -85,6 +88,10 @@ class Host:
         )
         self._changed = threading.Condition()
         self._outbox: list[WorkerEvent] = []
+        self._pressing = False
+        """There is more than tokens in the outbox."""
+        self._told = 0.0
+        """When `poll` last returned something new."""
         self._unacknowledged: Batch | None = None
         self.stats = self._snapshot()
         """As of the engine's last step."""
@@ -134,15 +141,19 @@ class Host:
     def poll(self, acknowledged: int, wait_s: float) -> Batch:
         """The next events after batch `acknowledged`, waiting up to `wait_s` seconds for one.
 
-        The same batch is returned again until it is acknowledged.
+        The same batch is returned again until it is acknowledged. What is no token is not kept waiting.
         """
         batch = self._unacknowledged
         if batch is not None and batch.number > acknowledged:
             return batch
+        deadline = time.monotonic() + wait_s
         with self._changed:
-            if not self._outbox:
-                self._changed.wait(wait_s)
+            self._changed.wait_for(lambda: self._outbox, wait_s)
+            due = min(deadline, self._told + TELL_S)
+            self._changed.wait_for(lambda: self._pressing, max(0.0, due - time.monotonic()))
             events, self._outbox = self._outbox, []
+            self._pressing = False
+            self._told = time.monotonic()
         batch = Batch(
             incarnation=self._incarnation,
             number=acknowledged + 1,
@@ -229,8 +240,11 @@ class Host:
                 expired = partial(self._engine.release, key)
                 self._exports.open(key, pages, event.kv_tokens, fence, deadline, expired)
         with self._changed:
+            pressing = not all(isinstance(event, Sampled) for event in events)
+            if pressing or not self._outbox:
+                self._changed.notify()
             self._outbox += events
-            self._changed.notify()
+            self._pressing |= pressing
 
     def _wake(self) -> None:
         self._inbox.put(None)

@@ -4,6 +4,7 @@ The model is loaded by the first `describe`, so that its errors reach the caller
 after Ray has restarted the process. Calls that name another incarnation of the worker are ignored.
 """
 
+import gc
 import uuid
 from collections.abc import Sequence
 
@@ -45,6 +46,7 @@ class Worker:
             node = NodeId(ray.get_runtime_context().get_node_id())
             reader = PoolReader(self._config.cluster.name, node)
             self._host = Host(self._worker, node, self._incarnation, self._config, self._weights_id, reader)
+            gc.freeze()  # what is loaded now stays: collections need not look through it between steps
         return self._host.description
 
     @ray.method(concurrency_group="control")

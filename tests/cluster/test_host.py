@@ -13,7 +13,7 @@ import torch
 
 from rollout.cluster.host import Host
 from rollout.config import load_config
-from rollout.control.messages import Assignment, Failed, Finished, Freed, Moved, Parked, Sampled, WorkerEvent
+from rollout.control.messages import Admitted, Assignment, Failed, Finished, Freed, Moved, Parked, Sampled, WorkerEvent
 from rollout.errors import SegmentMissingError
 from rollout.kv.image import verify
 from rollout.kv.restore import Segment
@@ -139,6 +139,19 @@ def test_a_batch_is_repeated_until_it_is_acknowledged(make_host: Callable[..., D
     driver.acknowledged = second.number
     driver.until(Finished, "ann")
     assert len(driver.ids("ann")) == 30
+
+
+def test_tokens_wait_until_there_is_something_else_to_tell(
+    make_host: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollout.cluster.host.TELL_S", 120.0)
+    driver = make_host()
+    driver.start("ann", tokens=100)
+    driver.until(Admitted, "ann")
+    batch = driver.host.poll(driver.acknowledged, 60.0)
+    assert [type(event) for event in batch.events] == [Sampled, Finished]
+    driver.events += batch.events
+    assert len(driver.ids("ann")) == 100
 
 
 def test_an_engine_that_hangs_is_told_apart_from_an_idle_one(make_host: Callable[..., Driver]) -> None:
