@@ -142,7 +142,7 @@ def limited(service: Rollout, tokens: int = SAMPLING.max_new_tokens - 1) -> Iter
             going_on = [
                 sequence
                 for sequence in found.decode
-                if len(sequence.columns) < tokens or sequence.computed + 1 < len(sequence.tokens)  # a replay goes on
+                if sequence.output_tokens < tokens or sequence.computed + 1 < len(sequence.tokens)  # a replay goes on
             ]
             return dataclasses.replace(found, decode=tuple(going_on))
 
