@@ -2,7 +2,8 @@
 
 A benchmark is a module in `benchmarks/` with a docstring that says what it measures, a `Settings` section,
 and `run(settings)`, which returns results (nested mappings of numbers and words) and ratios (numbers without
-a dimension). Modules that lack one of these are code that benchmarks share.
+a dimension). One that can compare with other systems has `run(settings, peer_python)`: their interpreter, or None,
+and then their ratios are absent. Modules that lack one of these are code that benchmarks share.
 """
 
 import argparse
@@ -10,6 +11,7 @@ import ast
 import importlib
 import json
 import math
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -31,6 +33,16 @@ from rollout.errors import ConfigError
 PACKAGE = "benchmarks"
 CHECKOUT = Path(rollout.__file__).resolve().parent.parent
 """Where this package is installed from, if that is a checkout."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Benchmark:
+    """One that can be run."""
+
+    summary: str
+    """The first line of what it says of itself."""
+    has_peers: bool
+    """It takes --peer-python."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,12 +69,18 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     command.add_argument(
         "--set", action="append", default=[], metavar="a.b=value", dest="overrides", help="change one of its settings"
     )
+    command.add_argument(
+        "--peer-python",
+        type=Path,
+        metavar="PATH",
+        help="interpreter that has the systems to compare with; without it they are left out",
+    )
     command.add_argument("--json", type=Path, metavar="FILE", help="write machine, command, results and ratios there")
     command.set_defaults(func=_bench)
 
 
-def find_benchmarks(checkout: Path) -> dict[str, str]:
-    """The benchmarks of a checkout, by name, with the first line of what each says of itself.
+def find_benchmarks(checkout: Path) -> dict[str, Benchmark]:
+    """The benchmarks of a checkout, by name.
 
     They are read, not imported. Raises `ConfigError` if `checkout` is none.
     """
@@ -75,24 +93,33 @@ def find_benchmarks(checkout: Path) -> dict[str, str]:
     found = {}
     for path in sorted(directory.glob("*.py")):
         module = ast.parse(path.read_text(encoding="utf-8"), str(path))
-        names = {node.name for node in module.body if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
-        if {"Settings", "run"} <= names:
-            found[path.stem] = (ast.get_docstring(module) or "").partition("\n")[0]
+        named = {node.name: node for node in module.body if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
+        run = named.get("run")
+        if "Settings" in named and isinstance(run, ast.FunctionDef):
+            summary = (ast.get_docstring(module) or "").partition("\n")[0]
+            has_peers = any(argument.arg == "peer_python" for argument in run.args.args)
+            found[path.stem] = Benchmark(summary=summary, has_peers=has_peers)
     return found
 
 
 def _bench(args: argparse.Namespace) -> int:
     found = find_benchmarks(CHECKOUT)
     if args.list:
-        sys.stdout.writelines(f"{name}: {summary}\n" for name, summary in found.items())
+        sys.stdout.writelines(f"{name}: {each.summary}\n" for name, each in found.items())
         return 0
     if args.name not in found:
         wanted = "no benchmark was named" if args.name is None else f"no benchmark is named {args.name!r}"
         raise ConfigError(f"{wanted}; there are: {', '.join(found) or 'none'}")
+    peers = {}
+    if found[args.name].has_peers:
+        peers["peer_python"] = args.peer_python and _interpreter(args.peer_python)
+    elif args.peer_python is not None:
+        with_peers = ", ".join(name for name, each in found.items() if each.has_peers)
+        raise ConfigError(f"--peer-python: bench {args.name} has no peers; those that have: {with_peers or 'none'}")
     if args.json is not None:
         check_writable(args.json)
     with Interrupt():
-        report = _run(args.name, args.overrides, args.command)
+        report = _run(args.name, args.overrides, args.command, peers)
     Console().print(_table("ratios", report.ratios))
     Console().print(_table("results", report.results))
     if args.json is not None:
@@ -100,11 +127,18 @@ def _bench(args: argparse.Namespace) -> int:
     return 0
 
 
-def _run(name: str, overrides: Sequence[str], command: str) -> Report:
+def _interpreter(path: Path) -> Path:
+    """Where it lies; links are not followed, since an environment is known by them."""
+    if not path.is_file() or not os.access(path, os.X_OK):
+        raise ConfigError(f"--peer-python: got {path}, allowed: an interpreter, such as bin/python of an environment")
+    return path.absolute()
+
+
+def _run(name: str, overrides: Sequence[str], command: str, peers: Mapping[str, Path | None]) -> Report:
     module = _load(name)
     settings: Section = load_section(module.Settings, {}, overrides, where=f"bench {name}")
     date, machine = datetime.now(UTC).isoformat(timespec="seconds"), this_machine()
-    results, ratios = module.run(settings)
+    results, ratios = module.run(settings, **peers)
     assert all(isinstance(ratio, float) and math.isfinite(ratio) for ratio in ratios.values()), ratios
     return Report(
         name=name,

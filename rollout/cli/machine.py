@@ -7,6 +7,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 PACKAGES = ("torch", "ray", "numpy")
+FLAGS = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "asimd", "bf16", "sve")
+"""What matrix kernels ask a processor for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,6 +18,8 @@ class Machine:
     cpu: str
     cores: int
     """That this process may use."""
+    flags: tuple[str, ...]
+    """Which of `FLAGS` it has."""
     memory_bytes: int
     os: str
     python: str
@@ -26,9 +30,12 @@ class Machine:
 
 
 def this_machine() -> Machine:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
     return Machine(
-        cpu=_cpu(Path("/proc/cpuinfo")),
+        cpu=_first(lines, "model name") or platform.processor() or platform.machine(),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        flags=tuple(sorted({*FLAGS} & {*(_first(lines, "flags") or _first(lines, "Features")).split()})),
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         os=platform.platform(),
         python=platform.python_version(),
@@ -37,8 +44,6 @@ def this_machine() -> Machine:
     )
 
 
-def _cpu(cpuinfo: Path) -> str:
-    """The model's name, which `platform` knows on few systems only."""
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+def _first(lines: list[str], field: str) -> str:
+    """Of a processor, as the system tells it; empty if it does not, and few systems do."""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(field)), "")

@@ -32,6 +32,17 @@ class Settings(Section):
 def run(settings):
     return {"doubled": {"number": double(settings.number)}, "each": [1.0, 2.0]}, {"two": 2.0}
 '''
+PEERED = '''"""Compares, for a test."""
+
+from rollout.config import Section
+
+
+class Settings(Section): ...
+
+
+def run(settings, peer_python):
+    return {"peer": str(peer_python)}, {}
+'''
 NEEDY = '''"""Needs what nobody has."""
 
 import no_such_package_anywhere
@@ -44,7 +55,7 @@ def run(settings): ...
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A checkout with two benchmarks, which `rollout` believes to run from."""
+    """A checkout with three benchmarks, which `rollout` believes to run from."""
     directory = tmp_path / "benchmarks"
     directory.mkdir()
     (tmp_path / "pyproject.toml").touch()
@@ -52,6 +63,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (directory / "sharing.py").write_text('"""Shared."""\n\n\ndef double(number):\n    return 2 * number\n')
     (directory / "good.py").write_text(GOOD)
     (directory / "needy.py").write_text(NEEDY)
+    (directory / "peered.py").write_text(PEERED)
     monkeypatch.setattr(bench, "CHECKOUT", tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     real = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "benchmarks"}
@@ -74,6 +86,7 @@ def test_a_benchmark_runs_and_its_report_says_where_and_how(
     assert report["results"] == {"doubled": {"number": 42}, "each": [1.0, 2.0]}
     assert report["ratios"] == {"two": 2.0}
     assert report["machine"]["cpu"]
+    assert isinstance(report["machine"]["flags"], list)
     assert report["machine"]["cores"] >= 1
     assert report["machine"]["memory_bytes"] > 1 << 20
     assert set(report["machine"]["packages"]) == {"torch", "ray", "numpy"}
@@ -84,21 +97,35 @@ def test_a_benchmark_runs_and_its_report_says_where_and_how(
     assert "each" not in printed
 
 
+@pytest.mark.parametrize(("arguments", "peer"), [([], "None"), (["--peer-python", sys.executable], sys.executable)])
+def test_a_benchmark_with_peers_is_told_their_interpreter_if_there_is_one(
+    arguments: list[str], peer: str, checkout: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "report.json"
+    assert main(["bench", "peered", *arguments, "--json", str(out)]) == 0
+    assert json.loads(out.read_text())["results"] == {"peer": peer}
+
+
 def test_the_list_names_what_can_be_run_and_runs_nothing(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--list"]) == 0
-    assert capsys.readouterr().out == "good: Counts, for a test.\nneedy: Needs what nobody has.\n"
+    assert capsys.readouterr().out == (
+        "good: Counts, for a test.\nneedy: Needs what nobody has.\npeered: Compares, for a test.\n"
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "no benchmark was named; there are: good, needy"),
-        (["fast"], "no benchmark is named 'fast'; there are: good, needy"),
+        ([], "no benchmark was named; there are: good, needy, peered"),
+        (["fast"], "no benchmark is named 'fast'; there are: good, needy, peered"),
         (["sharing"], "no benchmark is named 'sharing'"),
         (["good", "--set", "number=many"], "bench good: number: "),
         (["good", "--set", "size=1"], "bench good: size: unknown key"),
         (["good", "--set", "number"], "expected a.b=value"),
         (["good", "--json", "."], "is not a regular file"),
+        (["good", "--peer-python", sys.executable], "bench good has no peers; those that have: peered"),
+        (["peered", "--peer-python", "no/such/python"], "--peer-python: got no/such/python, allowed: an interpreter"),
+        (["peered", "--peer-python", "."], "--peer-python: got ., allowed: an interpreter"),
         (["needy"], "needs the package no_such_package_anywhere"),
     ],
 )
@@ -133,9 +160,10 @@ def test_every_module_here_imports_and_every_benchmark_has_its_parts() -> None:
         assert module.__doc__, name
         if path.stem not in found:
             continue
-        assert found[path.stem] == module.__doc__.partition("\n")[0]
+        assert found[path.stem].summary == module.__doc__.partition("\n")[0]
         assert issubclass(module.Settings, Section), name
         module.Settings()  # everything has a default
-        assert list(inspect.signature(module.run).parameters) == ["settings"], name
+        parameters = ["settings", "peer_python"] if found[path.stem].has_peers else ["settings"]
+        assert list(inspect.signature(module.run).parameters) == parameters, name
         undocumented = [field for field, info in module.Settings.model_fields.items() if not info.description]
         assert not undocumented, f"{name}: settings without a docstring: {undocumented}"

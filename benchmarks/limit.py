@@ -1,0 +1,119 @@
+"""How fast this machine could be: its matrix products and memory reads alone, at the rates measured here and now.
+
+A pass is every linear map of the model, the weights of every layer distinct, so that caches hold of them what they
+would in reality. Each of `CANDIDATES` is a way to compute one; the fastest of them is the limit.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.measure import timed
+from rollout.model.spec import ModelSpec
+
+PASSES = 5
+READ_BYTES = 1 << 30
+
+Linear = Callable[[Tensor], object]
+Pack = Callable[[Tensor, int], Linear]
+"""Makes of a weight [out, in] what maps so many rows."""
+
+
+def _onednn(weight: Tensor, rows: int) -> Linear:
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
+    return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
+
+
+def _unpacked(weight: Tensor, rows: int) -> Linear:
+    return lambda x: F.linear(x, weight)
+
+
+CANDIDATES: Mapping[str, Pack] = {"onednn_packed": _onednn, "unpacked": _unpacked}
+READERS: Mapping[str, Callable[[Tensor], object]] = {
+    "sum_float64": lambda words: words.view(torch.float64).sum(),
+    "max_float32": lambda words: words.view(torch.float32).max(),
+}
+
+
+class Passes:
+    """All linear maps of a model, ready for `rows` rows."""
+
+    def __init__(self, weights: Mapping[tuple[int, int], list[Tensor]], pack: Pack, rows: int) -> None:
+        generator = torch.Generator().manual_seed(rows)
+        self._maps = [
+            (pack(weight, rows), x)
+            for (_, width), each in weights.items()
+            for x in [torch.randn(rows, width, generator=generator).bfloat16()]
+            for weight in each
+        ]
+        self()
+
+    def __call__(self) -> None:
+        for linear, x in self._maps:
+            linear(x)
+
+    def seconds(self) -> float:
+        """Of one pass, the fastest: what slows others is not the machine's limit."""
+        return min(timed(self) for _ in range(PASSES))
+
+
+class Limit:
+    """The machine's rates for one model, measured anew by every call."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self._spec = spec
+        self._passes = cache(self._make_passes)
+        generator = torch.Generator().manual_seed(0)
+
+        def weights(shape: tuple[int, int], count: int) -> list[Tensor]:
+            return [torch.randn(shape, generator=generator).bfloat16() for _ in range(count)]
+
+        heads = spec.heads + 2 * spec.kv_heads
+        shapes = (
+            (heads * spec.head_dim, spec.hidden),
+            (spec.hidden, spec.heads * spec.head_dim),
+            (2 * spec.intermediate, spec.hidden),
+            (spec.hidden, spec.intermediate),
+        )
+        self._weights = {
+            "layers": {shape: weights(shape, spec.layers) for shape in shapes},
+            "head": {(spec.vocab_size, spec.hidden): weights((spec.vocab_size, spec.hidden), 1)},
+        }
+        self._words = torch.ones(READ_BYTES // 8, dtype=torch.int64)
+
+    @property
+    def token_bytes(self) -> int:
+        """KV of one token."""
+        return 2 * self._spec.layers * self._spec.kv_heads * self._spec.head_dim * 2
+
+    def gemm_seconds(self, part: str, rows: int) -> dict[str, float]:
+        """Of a pass over `layers` or the `head`, by candidate."""
+        return {name: self._passes(part, name, rows).seconds() for name in CANDIDATES}
+
+    def read_bytes_per_s(self) -> dict[str, float]:
+        """By reader, each over more than any cache holds."""
+        return {
+            name: READ_BYTES / min(timed(partial(read, self._words)) for _ in range(PASSES))
+            for name, read in READERS.items()
+        }
+
+    def decode_step(self, batch: int, context_tokens: float) -> dict[str, Any]:
+        """Seconds of one step: all products at that batch, and one read of the KV."""
+        layers, head = self.gemm_seconds("layers", batch), self.gemm_seconds("head", batch)
+        gemm = {name: layers[name] + head[name] for name in CANDIDATES}
+        read = self.read_bytes_per_s()
+        kv = batch * context_tokens * self.token_bytes / max(read.values())
+        return {"gemm_s": gemm, "kv_s": kv, "read_bytes_per_s": read, "seconds": min(gemm.values()) + kv}
+
+    def prefill(self, prompts: int, prompt_tokens: int, rows: int) -> dict[str, Any]:
+        """Seconds for the products alone, of all tokens in pieces of `rows`, and of the head for each prompt's last."""
+        layers, head = self.gemm_seconds("layers", rows), self.gemm_seconds("head", prompts)
+        gemm = {name: layers[name] * prompts * prompt_tokens / rows + head[name] for name in CANDIDATES}
+        return {"gemm_s": gemm, "seconds": min(gemm.values())}
+
+    def _make_passes(self, part: str, candidate: str, rows: int) -> Passes:
+        return Passes(self._weights[part], CANDIDATES[candidate], rows)

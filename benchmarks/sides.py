@@ -1,0 +1,149 @@
+"""The systems that `decode` and `prefill` compare: this one, through its blocking client, and its peers.
+
+Ours is one Ray worker with all cores of the comparison. Peers are servers of `benchmarks.peers`. All are bound to the
+same cores, if Ray was started by this process, and have as many threads.
+"""
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import Field, PositiveInt
+
+from benchmarks.peer import CHECKOUT, Peer, PeerError, PeerUnavailableError
+from benchmarks.workload import Generated, Prompts, Side
+from rollout import SamplingParams, start
+from rollout.client import Rollout
+from rollout.config import Section
+from rollout.errors import ConfigError, DeadlineError, ModelNotFoundError
+
+TIMEOUT_S = 600.0
+MODULES = {"vllm": "vllm", "hf": "hf_generate", "hf_cb": "hf_batching"}
+"""Of each peer, in `benchmarks.peers`."""
+OURS = "rollout"
+TRIAL: Prompts = [[10, 11, 12, 13]] * 2
+
+
+class Sides(Section):
+    model: Path = CHECKOUT / "models" / "smollm2-135m"
+    """`make model` puts SmolLM2-135M there."""
+    cpus: PositiveInt = 2
+    """Cores, and threads, of each side."""
+    engine: dict[str, Any] = Field(default_factory=dict)
+    """Fields of our worker's `engine` section that are not to have their defaults."""
+    name: str = "bench-sides"
+    """Of our service."""
+    peers: tuple[Literal["vllm", "hf", "hf_cb"], ...] = ("vllm", "hf", "hf_cb")
+    """Which, with --peer-python: vLLM, Hugging Face generate, Hugging Face continuous batching."""
+    kv_gib: PositiveInt = 2
+    """vLLM's KV cache."""
+    openmp: Literal["intel", "gnu"] = "intel"
+    """vLLM's threads: Intel's runtime, where its environment has it, or the one that torch comes with."""
+
+    def check(self) -> None:
+        """Raises `ModelNotFoundError`, or `ConfigError` if there are not enough cores."""
+        if not self.model.is_dir():
+            raise ModelNotFoundError(
+                f"sides.model: {self.model}: no such directory; `make model` puts SmolLM2-135M there"
+            )
+        allowed = len(os.sched_getaffinity(0))
+        if self.cpus > allowed:
+            raise ConfigError(f"sides.cpus: got {self.cpus}, and this process may use {allowed}")
+
+
+class Ours:
+    """Our service, as a driver uses it."""
+
+    def __init__(self, service: Rollout) -> None:
+        self._service = service
+
+    def generate(self, prompts: Prompts, new_tokens: int) -> Generated:
+        sampling = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=new_tokens, ignore_eos=True)
+        begin = time.monotonic()
+        groups = self._service.submit(prompts, sampling=sampling)
+        deliveries = self._service.next_groups(len(groups), TIMEOUT_S)
+        seconds = time.monotonic() - begin
+        if len(deliveries) < len(groups):
+            raise DeadlineError(f"{OURS}: {len(deliveries)} of {len(groups)} groups within {TIMEOUT_S:g} s")
+        done = [trajectory for delivery in deliveries for trajectory in delivery.trajectories]
+        return Generated(
+            seconds=seconds,
+            output_ids=[trajectory.output_ids for trajectory in done],
+            logprobs=[len(trajectory.logprobs) for trajectory in done],
+        )
+
+
+class Theirs:
+    """A peer."""
+
+    def __init__(self, peer: Peer) -> None:
+        self._peer = peer
+
+    def generate(self, prompts: Prompts, new_tokens: int) -> Generated:
+        return Generated(**self._peer.ask("generate", prompts=prompts, new_tokens=new_tokens))
+
+
+@contextlib.contextmanager
+def bound(cpus: int) -> Iterator[list[int]]:
+    """This thread, and all that it starts, on so many cores, which are returned; torch has a thread on each."""
+    before, threads = os.sched_getaffinity(0), torch.get_num_threads()
+    cores = sorted(before)[:cpus]
+    os.sched_setaffinity(0, cores)
+    torch.set_num_threads(cpus)
+    try:
+        yield cores
+    finally:
+        torch.set_num_threads(threads)
+        os.sched_setaffinity(0, before)
+
+
+@contextlib.contextmanager
+def started(
+    settings: Sides, peer_python: Path | None, cores: Sequence[int], *, running: int, context_tokens: int
+) -> Iterator[tuple[dict[str, Side], dict[str, Any]]]:
+    """Every side that there is, ours first, and what each says of itself, or why it cannot work here."""
+    config = {
+        "model": {"path": str(settings.model), "dtype": "bfloat16"},
+        "engine": {"max_running": running, **settings.engine},
+        "cluster": {"name": settings.name, "cpus_per_worker": settings.cpus},
+        "pool": {"budget_bytes": "64MiB"},
+    }
+    options: Mapping[str, Any] = {
+        "model": str(settings.model),
+        "dtype": "bfloat16",
+        "cores": list(cores),
+        "max_running": running,
+        "max_context_tokens": context_tokens,
+        "kv_gib": settings.kv_gib,
+        "prefix_caching": False,
+        "openmp": settings.openmp,
+    }
+    with ExitStack() as stack:
+        service = stack.enter_context(start(config))
+        sides: dict[str, Side] = {OURS: Ours(service)}
+        described: dict[str, Any] = {OURS: service.config.engine.model_dump(mode="json") | {"cores": list(cores)}}
+        for name in settings.peers if peer_python else ():
+            command = [str(peer_python), "-m", f"benchmarks.peers.{MODULES[name]}"]
+            try:
+                peer = stack.enter_context(Peer(name, command, options))
+                _try_out(peer)
+            except PeerUnavailableError as error:
+                sys.stderr.write(f"rollout: {error}\n")
+                described[name] = {"unavailable": str(error)}
+                continue
+            sides[name], described[name] = Theirs(peer), peer.described
+        yield sides, described
+
+
+def _try_out(peer: Peer) -> None:
+    """Raises `PeerUnavailableError` if it started and cannot generate, as it says itself."""
+    try:
+        peer.ask("generate", prompts=TRIAL, new_tokens=2)
+    except PeerError as error:
+        raise PeerUnavailableError(str(error)) from None
