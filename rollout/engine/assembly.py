@@ -2,49 +2,35 @@
 
 import hashlib
 import json
-import logging
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
-from rollout.attention import make_attention
 from rollout.config import EngineConfig, HostConfig, ModelConfig
 from rollout.engine.engine import Engine
 from rollout.engine.images import Images
-from rollout.engine.native_sampling import NativeSampler
+from rollout.engine.kernels import Kernel, choose_kernel, make_decoder
 from rollout.engine.rates import Rates
 from rollout.engine.runner import Runner
-from rollout.engine.sampling import Sampler, TorchSampler
 from rollout.engine.scheduler import Limits, Scheduler
-from rollout.errors import ConfigError, NativeKernelsError
+from rollout.errors import ConfigError
 from rollout.kv.cache import KVCache
 from rollout.kv.copier import Copier
 from rollout.kv.keys import Fingerprint, root_key
 from rollout.kv.restore import ImageReader, Restorer
 from rollout.kv.storage import KVStorage
-from rollout.model.decoder import Decoder, TorchDecoder
-from rollout.model.native import NativeDecoder, refusal
+from rollout.model.decoder import Decoder
 from rollout.model.spec import ModelSpec
 from rollout.model.weights import load_directory
-from rollout.native.build import build
-from rollout.native.library import Kernels
 from rollout.types import Version
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 CPU_KV_BYTES = 1 << 30
 CUDA_KV_SHARE = 0.85
-PAGE_TOKENS = 16
-CHUNK_TOKENS = 128
-FLASH_PAGE_TOKENS = 256
-FLASH_HEAD_DIM = 256
-"""Largest that flash-attn 2 has kernels for."""
 KV_LAYOUT = 1
 """Version of the page layout, part of the fingerprint."""
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,16 +41,6 @@ class Assembled:
     storage: KVStorage
     fingerprint: Fingerprint
     max_context: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kernel:
-    """Where and how the decoder runs, and the sizes that follow from it."""
-
-    device: torch.device
-    name: Literal["native", "torch", "flash"]
-    page_tokens: int
-    chunk_tokens: int
 
 
 def assemble(
@@ -85,7 +61,7 @@ def assemble(
     """
     dtype = DTYPES[model.dtype]
     kernel = choose_kernel(config, spec, dtype)
-    decoder, sampler = _make_decoder(kernel, config, spec, dtype)
+    decoder, sampler = make_decoder(kernel, config, spec, dtype)
     load_directory(decoder, model.path)
     # Kernels whose bits depend on nothing else keep the promise of deterministic mode whatever is planned.
     replay = config.deterministic and not decoder.batch_invariant
@@ -136,76 +112,6 @@ def assemble(
         version=version,
     )
     return Assembled(engine=engine, storage=storage, fingerprint=fingerprint, max_context=max_context)
-
-
-def choose_kernel(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> Kernel:
-    """Resolve what the configuration leaves open, and refuse what cannot work together."""
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("engine.device: got cuda, but this worker sees no GPU (cluster.gpus_per_worker: 1)")
-    on_cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
-    name = _choose(config, spec, dtype, on_cuda=on_cuda)
-    page_tokens = config.page_tokens or (FLASH_PAGE_TOKENS if name == "flash" else PAGE_TOKENS)
-    chunk_tokens = config.chunk_tokens or max(CHUNK_TOKENS, page_tokens)
-    if name == "flash" and page_tokens % FLASH_PAGE_TOKENS:
-        raise ConfigError(f"engine.page_tokens: got {page_tokens}, flash needs a multiple of {FLASH_PAGE_TOKENS}")
-    if config.deterministic and name != "native" and chunk_tokens % page_tokens:
-        raise ConfigError(
-            f"engine.chunk_tokens: got {chunk_tokens}, deterministic mode with {name} kernels needs a "
-            f"multiple of engine.page_tokens ({page_tokens})"
-        )
-    return Kernel(
-        device=torch.device("cuda" if on_cuda else "cpu"),
-        name=name,
-        page_tokens=page_tokens,
-        chunk_tokens=chunk_tokens,
-    )
-
-
-def _choose(
-    config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, *, on_cuda: bool
-) -> Literal["native", "torch", "flash"]:
-    """The kernels that were asked for, or the best there are."""
-    if config.kernels == "native":
-        if on_cuda:
-            raise ConfigError("engine.kernels: got native with device cuda, allowed: flash, torch")
-        if why := refusal(spec):
-            raise NativeKernelsError(f"engine.kernels: native: {why}")
-        build()
-    reasons = [
-        reason
-        for reason, holds in (
-            ("device cpu", not on_cuda),
-            ("model.dtype float32", dtype is torch.float32),
-            (f"head_dim {spec.head_dim}", spec.head_dim > FLASH_HEAD_DIM or spec.head_dim % 8 != 0),
-        )
-        if holds
-    ]
-    if config.kernels == "flash" and reasons:
-        raise ConfigError(
-            f"engine.kernels: got flash with {' and '.join(reasons)}, allowed: cuda, bfloat16, "
-            f"head_dim a multiple of 8 up to {FLASH_HEAD_DIM}"
-        )
-    if config.kernels != "auto":
-        return config.kernels
-    if on_cuda:
-        return "torch" if reasons else "flash"
-    try:
-        if why := refusal(spec):
-            raise NativeKernelsError(why)
-        build()
-    except NativeKernelsError as error:
-        logger.warning("engine.kernels: torch, which is several times slower than native, because of %s", error)
-        return "torch"
-    return "native"
-
-
-def _make_decoder(kernel: Kernel, config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> tuple[Decoder, Sampler]:
-    if kernel.name == "native":
-        kernels = Kernels(torch.get_num_threads())
-        return NativeDecoder(spec, kernels, dtype=dtype), NativeSampler(spec.vocab_size, kernels)
-    attention = make_attention(kernel.name, deterministic=config.deterministic)
-    decoder = TorchDecoder(spec, attention, dtype=dtype, device=kernel.device)
-    return decoder, TorchSampler(spec.vocab_size, kernel.device)
 
 
 def _page_count(config: EngineConfig, kernel: Kernel, page_bytes: int) -> int:

@@ -1,0 +1,119 @@
+"""Kernels are compiled once a machine, and where they cannot be an engine says so and runs without them."""
+
+import logging
+import shutil
+import stat
+from pathlib import Path
+
+import pytest
+
+from rollout.errors import NativeKernelsError
+from rollout.native.build import build
+from tests.engine.test_parity import GREEDY, assert_equal, hugging_face, prompts
+from tests.local_service import LocalService
+from tests.tiny_models import make_tiny_llama
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache directory."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A compiler that notes the arguments of each of its calls in this file."""
+    log = tmp_path / "calls"
+    _script(tmp_path / "compiler", f'echo "$@" >> {log}\nexec {shutil.which("g++")} "$@"')
+    monkeypatch.setenv("CXX", str(tmp_path / "compiler"))
+    return log
+
+
+def _script(path: Path, body: str) -> Path:
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+def compilations(calls: Path) -> int:
+    return sum("library.cpp" in line for line in calls.read_text().splitlines())
+
+
+def test_the_second_build_finds_the_first_one(cache: Path, calls: Path) -> None:
+    first = build()
+    assert first.is_relative_to(cache)
+    assert build() == first
+    assert compilations(calls) == 1
+    assert [file.name for file in first.parent.iterdir()] == [first.name]
+
+
+def test_another_cpu_gets_another_build(cache: Path, calls: Path, tmp_path: Path) -> None:
+    first = build()
+    _script(tmp_path / "compiler", f'exec {shutil.which("g++")} "$@" -D__ANOTHER_CPU__=1')
+    assert build() != first
+
+
+def test_a_cache_that_cannot_be_written_is_replaced_by_another_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    library = build()
+    assert library.is_file()
+    shutil.rmtree(library.parent)
+
+
+def test_no_compiler_is_a_typed_error(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(NativeKernelsError, match="need a C\\+\\+20 compiler: no-such-compiler not found"):
+        build()
+
+
+def test_what_a_failing_compiler_says_is_in_the_error(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", str(_script(tmp_path / "broken", "echo no space left >&2; exit 3")))
+    with pytest.raises(NativeKernelsError, match="failed with exit code 3: no space left"):
+        build()
+
+
+def test_a_compiler_that_hangs_is_given_up(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollout.native.build.TIMEOUT_S", 0.2)
+    monkeypatch.setenv("CXX", str(_script(tmp_path / "hangs", "exec sleep 60")))
+    with pytest.raises(NativeKernelsError, match=r"took more than 0\.2 s"):
+        build()
+
+
+def test_without_a_compiler_the_engine_runs_on_torch_and_says_so_once(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    path = make_tiny_llama(tmp_path / "tiny")
+    (prompt,) = prompts(1)
+    with caplog.at_level(logging.WARNING):
+        service = LocalService(path, workers=1)
+        service.submit("p", prompt, GREEDY)
+        ours = service.run(1)
+    assert_equal(ours["p/0"], *hugging_face(path, prompt, GREEDY.max_new_tokens))
+    assert [record.message for record in caplog.records if "compiler" in record.message] == [
+        "engine.kernels: torch, several times slower than native, which cannot be: "
+        "native kernels need a C++20 compiler: no-such-compiler not found"
+    ]
+    service.close()
+    with pytest.raises(NativeKernelsError):
+        LocalService(path, workers=1, kernels="native")
+
+
+def test_a_model_that_native_kernels_cannot_run_is_run_by_torch(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = make_tiny_llama(tmp_path, intermediate_size=97)
+    (prompt,) = prompts(1)
+    service = LocalService(path, workers=1)
+    service.submit("p", prompt, GREEDY)
+    assert_equal(service.run(1)["p/0"], *hugging_face(path, prompt, GREEDY.max_new_tokens))
+    assert "got {'intermediate': 97}, allowed: even sizes" in caplog.text
+    service.close()
+    with pytest.raises(NativeKernelsError, match="allowed: even sizes"):
+        LocalService(path, workers=1, kernels="native")
