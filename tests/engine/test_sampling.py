@@ -309,3 +309,34 @@ def test_a_vocabulary_of_one() -> None:
     ids, logprobs = draw(torch.zeros(3, 1), SamplingParams(top_p=0.5))
     assert Counter(ids.tolist()) == {0: 3}
     assert logprobs.tolist() == [0.0] * 3
+
+
+MANY = [
+    PLAIN,
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.6),
+    SamplingParams(top_k=40),
+    SamplingParams(top_p=0.9),
+    SamplingParams(temperature=1.4, top_k=1000, top_p=0.8),
+]
+
+
+@pytest.mark.parametrize("params", MANY)
+def test_both_samplers_draw_the_same(params: SamplingParams) -> None:
+    logits_RV = random_logits(200, 3001).bfloat16()
+    drawn = {}
+    for kind in MAKE:
+        token = chosen.set(kind)
+        drawn[kind] = draw(logits_RV, params, banned=(5, 3000))
+        chosen.reset(token)
+    (theirs_R, their_logprobs_R), (ours_R, our_logprobs_R) = drawn["torch"], drawn["native"]
+    assert torch.equal(ours_R, theirs_R)
+    torch.testing.assert_close(our_logprobs_R, their_logprobs_R, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("params", MANY)
+def test_logits_in_bf16_are_drawn_from_as_their_values_are(params: SamplingParams) -> None:
+    narrow_RV = random_logits(50, 3001).bfloat16()
+    narrow, wide = draw(narrow_RV, params), draw(narrow_RV.float(), params)
+    assert torch.equal(narrow[0], wide[0])
+    assert torch.equal(narrow[1], wide[1])

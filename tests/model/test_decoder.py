@@ -153,6 +153,37 @@ def test_a_decode_row_does_not_depend_on_its_place_or_on_other_rows(
         assert torch.equal(mixed_BV[9], alike_BV[0])
 
 
+@both
+def test_what_stale_pages_hold_does_not_matter(tmp_path: Path, load: Load) -> None:
+    decoder = load(make_tiny_llama(tmp_path), torch.float32)
+    clean, stale = PagedDecoder(decoder), PagedDecoder(decoder)
+    stale.pages.fill_(torch.nan)
+    for paged in (clean, stale):
+        paged.prefill([IDS[:21]])
+    for token in IDS[21:40]:
+        assert torch.equal(clean.decode([token]), stale.decode([token]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [16, 20, 80])
+def test_native_bits_are_those_of_the_sequence_alone(tmp_path: Path, dtype: torch.dtype, head_dim: int) -> None:
+    """However it is cut into chunks and decode steps, whatever runs beside it, and on any number of threads."""
+    path = make_tiny_qwen2(tmp_path, dtype=dtype, head_dim=head_dim)
+    ids = [*IDS, *IDS[::-1], *IDS[::2], *IDS]  # four blocks of keys
+    truth_TV = PagedDecoder(native_decoder(path, dtype, threads=1), max_tokens=300).prefill([ids])[0]
+    for threads, chunk in ((1, 7), (2, 64), (3, 100)):
+        decoder = native_decoder(path, dtype, threads=threads)
+        paged = PagedDecoder(decoder, sequences=3, max_tokens=300)
+        logits, others = list[Tensor](), iter(range(4, 300))
+        while paged.lengths[1] + chunk < len(ids) - 10:
+            start = paged.lengths[1]
+            logits.append(paged.prefill([[next(others)], ids[start : start + chunk], [5] * 6])[1])
+        while paged.lengths[1] < len(ids):
+            logits.append(paged.decode([next(others), ids[paged.lengths[1]], 9])[1:2])
+        assert torch.equal(torch.cat(logits), truth_TV)
+        decoder.close()
+
+
 @pytest.mark.usefixtures("three_threads")
 def test_the_norm_of_a_row_does_not_depend_on_its_place(tmp_path: Path) -> None:
     norm = RMSNorm(read_spec(make_tiny_llama(tmp_path, hidden_size=1000)), dtype=torch.float32, device=CPU)
