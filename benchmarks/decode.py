@@ -79,7 +79,7 @@ def run(settings: Settings, peer_python: Path | None) -> tuple[dict[str, Any], d
         bound(settings.sides.cpus) as cores,
         started(settings.sides, peer_python, cores, running=running, context_tokens=longest) as (sides, described),
     ):
-        limit = Limit(spec)
+        limit = Limit(spec, settings.sides.cpus)
         for case, (batch, new_tokens) in cases.items():
             workload = Workload(
                 name=case,

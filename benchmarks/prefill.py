@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import PositiveInt
 
-from benchmarks.limit import CANDIDATES, Limit
+from benchmarks.limit import Limit
 from benchmarks.sides import OURS, Sides, bound, started
 from benchmarks.workload import Vocabulary, Workload, rates
 from rollout.config import Section
@@ -61,7 +61,7 @@ def run(settings: Settings, peer_python: Path | None) -> tuple[dict[str, Any], d
             context_tokens=settings.prompt_tokens + 2,
         ) as (sides, described),
     ):
-        limit = Limit(spec)
+        limit = Limit(spec, settings.sides.cpus)
         turns = {name: settings.hf_turns if name.startswith("hf") else settings.turns for name in sides}
         measured = workload.measure(
             sides,
@@ -81,7 +81,7 @@ def run(settings: Settings, peer_python: Path | None) -> tuple[dict[str, Any], d
         "limit": {
             f"rows_{rows}": {
                 f"{name}_tokens_per_s": tokens / statistics.median(each[rows]["gemm_s"][name] for each in limits)
-                for name in CANDIDATES
+                for name in limits[0][rows]["gemm_s"]
             }
             for rows in settings.limit_rows
         },
