@@ -7,9 +7,11 @@ the sequence is in the decode batch. Both ends are read from the monotonic clock
 machine share.
 """
 
+import itertools
 import os
 import random
 import signal
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -46,6 +48,18 @@ class Move:
     """What `seconds` is made of, in order."""
     aside: Mapping[str, float]
     """Other durations, which are not part of `seconds`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumed:
+    """A trajectory that went on."""
+
+    seconds: float
+    """From the driver's call until its next token, less one decode step."""
+    step_s: float
+    """Of a decode step, by the tokens that followed."""
+    phases: Mapping[str, float]
+    """What `seconds` is made of where it was read from the pool; otherwise empty."""
 
 
 class Scene:
@@ -129,20 +143,10 @@ class Scene:
 
     def restore(self, trajectory: str) -> Move:
         """Resume a suspended trajectory, and let it sample a little."""
-        self.marks()
         before = self._restored_bytes()
-        start = time.monotonic()
-        report = self.client.resume([trajectory])
-        assert trajectory in report.resumed, report
-        trace = self._trace("restored", then=("sampled",) * STEPS_BETWEEN)
-        begun, submitted, opened = trace.first("start"), trace.first("submit_restore"), trace.first("open")
+        start, trace = self._resume(trajectory, "restored", STEPS_BETWEEN)
         restored = trace.first("restored")
-        phases = {
-            "command": begun.begin - start,
-            "admit": submitted.begin - begun.begin,
-            "open": opened.end - submitted.begin,
-            "verify_and_scatter": max(mark.end for mark in trace.all("scatter")) - trace.first("scatter").begin,
-        }
+        phases = _restore_phases(trace, start)
         phases["to_batch"] = restored.end - start - sum(phases.values())
         return Move(
             nbytes=self._restored_bytes() - before,
@@ -150,6 +154,26 @@ class Scene:
             phases=phases,
             aside={"verify": trace.seconds("verify")},
         )
+
+    def resume(self, trajectory: str, steps: int) -> Resumed:
+        """Resume a suspended trajectory, wherever its KV is, and let it sample for so many steps after its first."""
+        start, trace = self._resume(trajectory, "start", steps + 1)
+        sampled = [mark.end for mark in trace.all("sampled")]
+        step = statistics.median(after - before for before, after in itertools.pairwise(sampled))
+        seconds = sampled[0] - start - step
+        phases: dict[str, float] = {}
+        if trace.all("submit_restore"):
+            phases = _restore_phases(trace, start)
+            phases["to_batch"] = seconds - sum(phases.values())
+        return Resumed(seconds=seconds, step_s=step, phases=phases)
+
+    def _resume(self, trajectory: str, name: str, tokens: int) -> tuple[float, Trace]:
+        """When it was resumed, and what was done until it had sampled `tokens` tokens after a mark called `name`."""
+        self.marks()
+        start = time.monotonic()
+        report = self.client.resume([trajectory])
+        assert trajectory in report.resumed, report
+        return start, self._trace(name, then=("sampled",) * tokens)
 
     def restart(self, trajectory: str) -> None:
         """Kill the worker on which a suspended `trajectory` would resume, and wait until it is up again."""
@@ -185,3 +209,14 @@ class Scene:
             if time.monotonic() > deadline:
                 raise DeadlineError(f"waited {TIMEOUT_S:g} s for {what}")
             time.sleep(POLL_S)
+
+
+def _restore_phases(trace: Trace, start: float) -> dict[str, float]:
+    """From the driver's call until all bytes are in place."""
+    begun, submitted, opened = trace.first("start"), trace.first("submit_restore"), trace.first("open")
+    return {
+        "command": begun.begin - start,
+        "admit": submitted.begin - begun.begin,
+        "open": opened.end - submitted.begin,
+        "verify_and_scatter": max(mark.end for mark in trace.all("scatter")) - trace.first("scatter").begin,
+    }

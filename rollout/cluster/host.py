@@ -154,13 +154,12 @@ class Host:
             events, self._outbox = self._outbox, []
             self._pressing = False
             self._told = time.monotonic()
-        batch = Batch(
-            incarnation=self._incarnation,
-            number=acknowledged + 1,
-            silent_s=time.monotonic() - self._went_round,
-            events=_merged(events),
-        )
-        self._unacknowledged = batch
+            batch = self._unacknowledged = Batch(
+                incarnation=self._incarnation,
+                number=acknowledged + 1,
+                silent_s=time.monotonic() - self._went_round,
+                events=_merged(events),
+            )
         return batch
 
     def export(self, key: SequenceKey, first: int, stop: int) -> tuple[Manifest, list[Buffer]]:
