@@ -53,11 +53,11 @@ def build() -> Path:
 
 
 def _compiler() -> str:
-    wanted = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "c++", "clang++"]
+    wanted = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "c++"]
     for name in wanted:
         if found := shutil.which(name):
             return found
-    raise NativeKernelsError(f"native kernels need a C++20 compiler: {' or '.join(wanted)} not found")
+    raise NativeKernelsError(f"native kernels need GCC 12 or newer: {' or '.join(wanted)} not found")
 
 
 def _digest(compiler: str) -> str:
