@@ -47,10 +47,10 @@ class Settings(Section):
     """Of each side in each case."""
     long_turns: PositiveInt = 3
     """Of each side in each long case."""
-    hf_batches: tuple[PositiveInt, ...] = (1, 32)
+    hf_batches: tuple[PositiveInt, ...] = (16,)
     """Those at which Hugging Face is measured too."""
-    hf_turns: PositiveInt = 2
-    """Of Hugging Face in each of its cases."""
+    hf_turns: PositiveInt = 1
+    """Of Hugging Face in each of its cases: it is slow."""
     seed: int = 0
     """Of the prompts."""
 

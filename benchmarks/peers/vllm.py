@@ -63,6 +63,7 @@ def _described(llm: Any, options: dict[str, Any]) -> dict[str, Any]:
         "compilation": {
             "mode": str(config.compilation_config.mode),
             "backend": str(config.compilation_config.backend),
+            "ahead_of_time": os.environ["VLLM_USE_AOT_COMPILE"],
         },
         "enforce_eager": bool(config.model_config.enforce_eager),
         "max_num_seqs": config.scheduler_config.max_num_seqs,
@@ -90,6 +91,8 @@ def main() -> None:
     _begin_again_with_openmp(options)
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(options["kv_gib"])
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, options["cores"]))
+    # Compiled ahead of time it cannot be loaded again on CPU in some versions, and is compiled anew at every start.
+    os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     serve(prepare)
 

@@ -18,7 +18,14 @@ def sides(tmp_path: Path) -> Sides:
 
 def test_decoding_is_compared_with_the_limit_and_with_each_peer_that_works(ray_cluster: None, sides: Sides) -> None:
     settings = decode.Settings(
-        sides=sides, batches=(1, 3), long_batches=(2,), new_tokens=4, long_tokens=9, turns=2, hf_batches=(3,)
+        sides=sides,
+        batches=(1, 3),
+        long_batches=(2,),
+        new_tokens=4,
+        long_tokens=9,
+        turns=2,
+        hf_batches=(3,),
+        hf_turns=2,
     )
     results, ratios = decode.run(settings, Path(sys.executable))
     assert set(ratios) == {
