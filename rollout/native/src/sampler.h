@@ -50,12 +50,17 @@ ROLLOUT_INLINE float element(const Bf16* from) {
 ROLLOUT_INLINE void forbid(float* at) { *at = -kInfinity; }
 ROLLOUT_INLINE void forbid(Bf16* at) { at->bits = 0xff80; }
 
-// Larger numbers have larger keys; both zeros have one.
-ROLLOUT_INLINE uint32_t order_key(float x) {
-    x += 0.0f;
+// All bits of an element, so that larger numbers have larger keys; both zeros have one.
+ROLLOUT_INLINE uint32_t order_key(const float* from) {
+    const float x = *from + 0.0f;
     uint32_t bits;
     std::memcpy(&bits, &x, sizeof bits);
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+ROLLOUT_INLINE uint32_t order_key(const Bf16* from) {
+    const float x = element(from);
+    return order_key(&x) >> 16;
 }
 
 // Constants: Wellons, hash-prospector, `lowbias32` without its last step.
@@ -146,30 +151,14 @@ class RowSampler {
     }
 
     // Keep the best tokens, by (logit descending, id ascending), until the weights of those kept reach `wanted`;
-    // a negative one is a share of the weight of all. Two passes find the last one's logit: its upper 16 bits, then
-    // all of it.
+    // a negative one is a share of the weight of all. Finds the last one's key sixteen bits at a time.
     template <class Weight>
     void truncate(Weight weight, double wanted) {
-        uint32_t prefix = 0;
-        double before = 0;
         uint32_t cut = 0, keep = 0;
-        for (int pass = 0; pass < 2; pass++) {
-            histogram_.clear();
-            each_vector(d_.vocabulary, [&](int i, int n) {
-                const F32 x = at(i, n), mass = exp(scaled(x));
-                for (int lane = 0; lane < n; lane++) {
-                    const uint32_t key = order_key(x[lane]);
-                    if (!(mass[lane] > 0) || (pass == 1 && key >> 16 != prefix)) continue;
-                    const uint32_t bucket = pass == 0 ? key >> 16 : key & 0xffff;
-                    histogram_.count[bucket]++;
-                    histogram_.mass[bucket] += mass[lane];
-                }
-            });
-            if (pass == 0 && wanted < 0) {
-                double all = 0;
-                for (int b = 0; b < kBuckets; b++) all += histogram_.mass[b];
-                wanted = -wanted * all;
-            }
+        double before = 0;
+        for (int shift = 8 * sizeof(T) - 16; shift >= 0; shift -= 16) {
+            const double all = count_keys(shift, cut);
+            if (wanted < 0) wanted *= -all;
             int bucket = kBuckets - 1, last = -1;
             for (; bucket >= 0; bucket--) {
                 const Bucket b{histogram_.count[bucket], histogram_.mass[bucket]};
@@ -184,20 +173,34 @@ class RowSampler {
                 bucket = last;
                 before = -1e300;
             }
-            if (pass == 0) {
-                prefix = bucket;
-                continue;
-            }
-            cut = prefix << 16 | (uint32_t)bucket;
+            cut = cut << 16 | (uint32_t)bucket;
             const Bucket b{histogram_.count[bucket], histogram_.mass[bucket]};
             const double needed = std::ceil((wanted - before) / weight(b));
             keep = needed >= b.count ? b.count : needed < 1 ? 1 : (uint32_t)needed;
         }
         for (int i = 0; i < d_.vocabulary; i++) {
-            const uint32_t key = order_key(element(x_ + i));
+            const uint32_t key = order_key(x_ + i);
             if (key > cut || (key == cut && keep && keep--)) continue;
             forbid(x_ + i);
         }
+    }
+
+    // Fill the histogram with sixteen bits of every key that begins with `prefix`; the mass of all of them.
+    double count_keys(int shift, uint32_t prefix) {
+        histogram_.clear();
+        double all = 0;
+        each_vector(d_.vocabulary, [&](int i, int n) {
+            float mass[kLanes];
+            store(mass, exp(scaled(at(i, n))));
+            for (int lane = 0; lane < n; lane++) {
+                const uint32_t key = order_key(x_ + i + lane) >> shift;
+                if (!(mass[lane] > 0) || key >> 16 != prefix) continue;
+                histogram_.count[key & 0xffff]++;
+                histogram_.mass[key & 0xffff] += mass[lane];
+                all += mass[lane];
+            }
+        });
+        return all;
     }
 
     const Draws& d_;
