@@ -8,8 +8,8 @@ each figure is a median of `steps` steps, behind `warm_steps` that do not count.
 Up to `real_sequences` sequences the model is SmolLM2 on `cpus` threads, all prompts differ, and
 `ratios.overhead_b<n>` is the share of the median step outside the model. With more it is a stand-in of one small layer
 (`standin`), prompts are shared by groups of `samples`, and only milliseconds are told. `results.plan_1024_ms` is
-`Scheduler.plan` at the largest size, the 99th percentile of all steps; `plan_1024_all_grow_ms` is of the steps in which
-every sequence but each group's first needs a page, since the contexts are of one length.
+`Scheduler.plan` at the largest size: the worse of two medians, of all steps and of those in which every sequence but
+each group's first needs a page (`plan_1024_all_grow_ms`: there the contexts are of one length).
 """
 
 import contextlib
@@ -154,10 +154,11 @@ def run(settings: Settings) -> tuple[dict[str, Any], dict[str, float]]:
             results[f"b{size}"] = in_ms({name: median(step[name] for step in steps) for name in steps[0]})
             results[f"b{size}"]["step_p99_ms"] = 1e3 * percentile([step["step"] for step in steps], 99)
         largest = max(settings.sizes)
-        results[f"plan_{largest}_ms"] = 1e3 * percentile([step["plan"] for step in steps], 99)
+        results[f"plan_{largest}_p99_ms"] = 1e3 * percentile([step["plan"] for step in steps], 99)
         aligned = _steps(settings, stand_in, [settings.context_tokens] * largest, settings.samples)
         slowest = sorted((step["plan"] for step in aligned), reverse=True)[: settings.steps // PAGE_TOKENS]
-        results[f"plan_{largest}_all_grow_ms"] = 1e3 * median(slowest)
+        results[f"plan_{largest}_all_grow_ms"] = all_grow_ms = 1e3 * median(slowest)
+        results[f"plan_{largest}_ms"] = max(1e3 * median(step["plan"] for step in steps), all_grow_ms)
     torch.set_num_threads(threads)
     return results, ratios
 
