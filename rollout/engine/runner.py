@@ -6,7 +6,6 @@ is padded to one size, so that the bits of a row never depend on what else is ru
 
 import time
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -24,8 +23,7 @@ from rollout.kv.tiers import Tier
 from rollout.model.decoder import Decoder
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Draw:
+class Draw(NamedTuple):
     """A token sampled after everything that `sequence` knows."""
 
     sequence: Sequence
@@ -137,17 +135,18 @@ class Runner:
                 *where, np.concatenate([sequence.chain_values(start, end) for sequence, start, end in spans])
             )
         for sequence, start, end in spans:
-            self._storage.completed(sequence.pages.table[start // page_tokens : end // page_tokens])
+            if start // page_tokens < end // page_tokens:
+                self._storage.completed(sequence.pages.table[start // page_tokens : end // page_tokens])
         return hidden
 
     def _sample(self, hidden_RE: Tensor, sequences: Seq[Sequence]) -> list[Draw]:
         """One draw for each of the first rows; rows past `sequences` are padding."""
         batch = SamplingBatch(
-            params=tuple(sequence.assignment.sampling for sequence in sequences),
-            seeds=tuple(sequence.assignment.seed for sequence in sequences),
-            positions=tuple(len(sequence.tokens) for sequence in sequences),
-            banned=tuple(sequence.banned_ids for sequence in sequences),
+            params=tuple([sequence.assignment.sampling for sequence in sequences]),
+            seeds=tuple([sequence.assignment.seed for sequence in sequences]),
+            positions=tuple([len(sequence.tokens) for sequence in sequences]),
+            banned=tuple([sequence.banned_ids for sequence in sequences]),
         )
         ids_R, logprobs_R = self._sampler.sample(self._decoder.logits(hidden_RE), batch)
         drawn = zip(sequences, ids_R.tolist(), logprobs_R.tolist(), strict=False)
-        return [Draw(sequence=sequence, token=token, logprob=logprob) for sequence, token, logprob in drawn]
+        return [Draw(*each) for each in drawn]
