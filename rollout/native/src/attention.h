@@ -158,48 +158,46 @@ void score(int wanted, const uint32_t* const* queries, const uint32_t* keys, int
     if (p < parts) score_rows<T, rows, 1>(queries, keys + p * words * kLanes, words, scores + p * kLanes);
 }
 
-// out[row] = out[row] * decay[row] + weights[row] . values, for `rows` rows and four vectors of a head.
-template <int rows, int vectors>
-void mix_rows(const float* weights, const float* values, int tokens, int padded, const float* decay, float* out) {
+// out[row] = out[row] * decay[row] + weights[row] . values, for `rows` rows and some vectors of a head. value(t) is
+// where those of token t are.
+template <int rows, int vectors, class Value>
+void mix_rows(const float* weights, int tokens, int padded, const float* decay, float* out, Value value) {
     F32 acc[rows][vectors];
     for (int r = 0; r < rows; r++)
         for (int v = 0; v < vectors; v++) acc[r][v] = load(out + r * padded + v * kLanes) * decay[r];
     for (int t = 0; t < tokens; t++) {
-        F32 value[vectors];
+        F32 values[vectors];
 #pragma GCC unroll 4
-        for (int v = 0; v < vectors; v++) value[v] = load(values + t * padded + v * kLanes);
+        for (int v = 0; v < vectors; v++) values[v] = load(value(t) + v * kLanes);
 #pragma GCC unroll 4
         for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
-            for (int v = 0; v < vectors; v++) acc[r][v] += weights[r * kBlock + t] * value[v];
+            for (int v = 0; v < vectors; v++) acc[r][v] += weights[r * kBlock + t] * values[v];
     }
     for (int r = 0; r < rows; r++)
         for (int v = 0; v < vectors; v++) store(out + r * padded + v * kLanes, acc[r][v]);
 }
 
-template <int rows = kMixRows>
-void mix(int wanted, const float* weights, const float* values, int tokens, int padded, const float* decay,
-         float* out) {
+template <int rows = kMixRows, class Value>
+void mix(int wanted, const float* weights, int tokens, int padded, const float* decay, float* out, Value value) {
     if constexpr (rows > 1) {
-        if (wanted < rows) return mix<rows - 1>(wanted, weights, values, tokens, padded, decay, out);
+        if (wanted < rows) return mix<rows - 1>(wanted, weights, tokens, padded, decay, out, value);
     }
     int h = 0;
     for (; h + 4 * kLanes <= padded; h += 4 * kLanes)
-        mix_rows<rows, 4>(weights, values + h, tokens, padded, decay, out + h);
-    for (; h < padded; h += kLanes) mix_rows<rows, 1>(weights, values + h, tokens, padded, decay, out + h);
+        mix_rows<rows, 4>(weights, tokens, padded, decay, out + h, [&](int t) { return value(t) + h; });
+    for (; h < padded; h += kLanes)
+        mix_rows<rows, 1>(weights, tokens, padded, decay, out + h, [&](int t) { return value(t) + h; });
 }
 
-// Sixteen keys, word by word, and sixteen values in fp32; those behind `last` are the first of the context.
+// Sixteen keys, word by word, and where their values are; those behind `last` are the first of the context.
 template <class T>
-void gather(const Context<T>& context, const Heads& h, int start, int last, uint32_t* keys, float* values) {
-    const int words = h.head_dim / kWord<T>, padded = h.padded(), known = std::min(kLanes, last + 1 - start);
+void gather(const Context<T>& context, const Heads& h, int start, int last, uint32_t* keys, const T** values) {
+    const int words = h.head_dim / kWord<T>, known = std::min(kLanes, last + 1 - start);
     int64_t at[kLanes];
     context.each(start, known, [&](int i, int64_t offset) { at[i] = offset; });
     for (int i = known; i < kLanes; i++) at[i] = context.table[0] * context.page_stride;
-    for (int i = 0; i < kLanes; i++)
-        each_vector(h.head_dim, [&](int v, int count) {
-            store(values + i * padded + v, load_up_to(context.values + at[i] + v, count));
-        });
+    for (int i = 0; i < kLanes; i++) values[i] = context.values + at[i];
     int w = 0;
     for (; w + kLanes <= words; w += kLanes) {
         U32 block[kLanes];
@@ -225,6 +223,8 @@ void attend(const Heads& h, const Context<T>& context, const T* queries, int64_t
     const float scale = 1.0f / __builtin_sqrtf(h.head_dim);
     const uint32_t* query[kMostGroups];
     float decay[kMostGroups];
+    const T* values[kBlock];
+    const bool widened = count > kMixRows || padded > h.head_dim;
     for (int m = 0; m < count; m++) {
         query[m] = reinterpret_cast<const uint32_t*>(queries + m / groups * query_stride + m % groups * h.head_dim);
         scratch.top[m] = -kInfinity;
@@ -238,8 +238,12 @@ void attend(const Heads& h, const Context<T>& context, const T* queries, int64_t
         for (int part = 0; part < parts; part++) {
             ahead(start / kLanes + part);
             gather(context, h, start + part * kLanes, last, scratch.keys + part * words * kLanes,
-                   scratch.values + part * kLanes * padded);
+                   values + part * kLanes);
         }
+        for (int t = 0; widened && t < parts * kLanes; t++)
+            each_vector(h.head_dim, [&](int v, int n) {
+                store(scratch.values + t * padded + v, load_up_to(values[t] + v, n));
+            });
         for (int m = blind; m < count; m += kScoreRows)
             score<T>(std::min(kScoreRows, count - m), query + m, scratch.keys, words, parts,
                      scratch.scores + m * kBlock);
@@ -263,9 +267,15 @@ void attend(const Heads& h, const Context<T>& context, const T* queries, int64_t
             scratch.mass[m] = scratch.mass[m] * decay[m] + sum(mass);
             scratch.top[m] = top;
         }
-        for (int m = blind; m < count; m += kMixRows)
-            mix(std::min(kMixRows, count - m), scratch.scores + m * kBlock, scratch.values, parts * kLanes, padded,
-                decay + m, scratch.out + m * padded);
+        const auto mix_all = [&](auto value) {
+            for (int m = blind; m < count; m += kMixRows)
+                mix(std::min(kMixRows, count - m), scratch.scores + m * kBlock, parts * kLanes, padded, decay + m,
+                    scratch.out + m * padded, value);
+        };
+        if (widened)
+            mix_all([&](int t) { return scratch.values + t * padded; });
+        else
+            mix_all([&](int t) { return values[t]; });
     }
     for (int m = 0; m < count; m++) {
         T* row = out + m / groups * out_stride + m % groups * h.head_dim;

@@ -268,7 +268,7 @@ class Forward {
                 for (int half = 0; half < kPanel; half += kLanes) {
                     const F32 gate = rounded<T>(load(tiles[0].at[r] + half));
                     const F32 up = rounded<T>(load(tiles[1].at[r] + half));
-                    const F32 silu = rounded<T>(gate / (1.0f + exp(-gate)));
+                    const F32 silu = rounded<T>(gate * sigmoid(gate));
                     store(active_ + (first + r) * (int64_t)w_.active + p * kPanel + half, silu * up);
                 }
         });

@@ -17,7 +17,7 @@ namespace rollout {
 struct Draws {
     int32_t rows, vocabulary;
     int64_t stride;              // elements from row to row
-    const int32_t* id_bits;      // [vocabulary]
+    const int32_t* id_bits;      // [vocabulary + kLanes]
     const float* temperatures;   // 0: greedy
     const int32_t* top_k;        // 0: all
     const double* top_p;         // 1: all
@@ -69,11 +69,11 @@ ROLLOUT_INLINE U32 scramble(U32 bits) {
     return (bits ^ (bits >> 15)) * 0x846ca68bu;
 }
 
-// Standard exponential variates.
-ROLLOUT_INLINE F32 exponentials(const int32_t* id_bits, const int32_t* keys) {
+// Uniform variates above 0 and below 1.
+ROLLOUT_INLINE F32 uniforms(const int32_t* id_bits, const int32_t* keys) {
     const U32 bits = scramble((load_as<U32>(id_bits) ^ (uint32_t)keys[0]) + (uint32_t)keys[1]) & 0x7fffffffu;
     const float unit = (1.0f - 0x1p-24f) * 0x1p-31f;  // also those that fp32 rounds up stay below 1
-    return -log_one_minus((__builtin_convertvector(bits, F32) + 0.5f) * unit);
+    return (__builtin_convertvector((I32)bits, F32) + 0.5f) * unit;
 }
 
 template <class T>
@@ -97,9 +97,14 @@ class RowSampler {
             if (d_.top_p[row_] < 1.0) truncate([&](const Bucket& b) { return b.mass / b.count; }, -d_.top_p[row_]);
         }
         if (greedy)
-            pick([](int, F32 logit, F32) { return logit; });
+            pick([](int, F32 logit, F32, float) { return logit; });
         else
-            pick([&](int i, F32, F32 weight) { return weight / exponentials(padded_id_bits(i), keys()); });
+            pick([&](int i, F32, F32 weight, float best) {
+                const F32 uniform = uniforms(d_.id_bits + i, d_.keys + 2 * row_);
+                // E = -log(1 - uniform) is larger than the uniform variate itself, which most often decides it.
+                const F32 bound = weight * (1.0f + 0x1p-20f) - best * uniform;
+                return any(bound > 0.0f) ? weight / -log_one_minus(uniform) : splat(-1.0f);
+            });
     }
 
    private:
@@ -108,10 +113,6 @@ class RowSampler {
         double mass;
     };
 
-    const int32_t* keys() const { return d_.keys + 2 * row_; }
-    // The last vector may read past the vocabulary: there are kLanes more.
-    const int32_t* padded_id_bits(int i) const { return d_.id_bits + i; }
-
     F32 at(int i, int n) const {
         const F32 x = load_up_to(x_ + i, n);
         return n == kLanes ? x : (lane_ids() < n ? x : splat(-kInfinity));
@@ -119,18 +120,24 @@ class RowSampler {
 
     F32 scaled(F32 x) const { return (x - top_) * scale_; }
 
-    // The id with the largest score, of equals the lowest, and its log-probability.
+    // The id with the largest score, of equals the lowest, and its log-probability. A score below the largest one so
+    // far, which it is told, may be any number below that.
     template <class Score>
     void pick(Score score) {
-        F32 best = splat(-1.0f) * kInfinity;
-        I32 where{};
+        int id = 0;
+        float best = -kInfinity;
         double total = 0;
         F32 part{};
         int since = 0;
         each_vector(d_.vocabulary, [&](int i, int n) {
-            const F32 x = at(i, n), weight = exp(scaled(x)), s = score(i, x, weight);
-            where = s > best ? lane_ids() + i : where;
-            best = larger(s, best);
+            const F32 x = at(i, n), weight = exp(scaled(x)), s = score(i, x, weight, best);
+            if (any(s > best)) {
+                for (int lane = 0; lane < n; lane++)
+                    if (s[lane] > best) {
+                        best = s[lane];
+                        id = i + lane;
+                    }
+            }
             part += weight;
             if (++since == 64) {  // so that small weights are not lost in a large sum
                 total += sum(part);
@@ -139,13 +146,6 @@ class RowSampler {
             }
         });
         total += sum(part);
-        int id = where[0];
-        float score_of_id = best[0];
-        for (int lane = 1; lane < kLanes; lane++)
-            if (best[lane] > score_of_id || (best[lane] == score_of_id && where[lane] < id)) {
-                id = where[lane];
-                score_of_id = best[lane];
-            }
         d_.ids[row_] = id;
         d_.logprobs[row_] = (float)((double)((element(x_ + id) - top_) * scale_) - std::log(total));
     }

@@ -8,7 +8,7 @@
 #include <cstring>
 #include <limits>
 
-#ifdef __AVX512BF16__
+#ifdef __AVX512F__
 #include <immintrin.h>
 #endif
 
@@ -173,11 +173,23 @@ ROLLOUT_INLINE float largest(F32 x) {
     return larger(x, rotated<1>(x))[0];
 }
 
+// Whether a comparison holds for some lane.
+ROLLOUT_INLINE bool any(I32 comparison) {
+#ifdef __AVX512F__
+    return _mm512_test_epi32_mask((__m512i)comparison, (__m512i)comparison) != 0;
+#else
+    int32_t found = 0;
+    for (int i = 0; i < kLanes; i++) found |= comparison[i];
+    return found != 0;
+#endif
+}
+
 // Functions (polynomials: Cephes, S. Moshier) ---------------------------------------------------------------------
 
+// Of numbers that are not positive.
 ROLLOUT_INLINE F32 exp(F32 x) {
     const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
-    const F32 clamped = x > 89.0f ? splat(89.0f) : (x < -88.0f ? splat(-88.0f) : x);
+    const F32 clamped = x < -87.0f ? splat(-87.0f) : x;
     const F32 shifted = clamped * 1.44269504088896341f + magic;
     const F32 n = shifted - magic;
     F32 r = clamped - n * 0.693359375f;
@@ -189,12 +201,13 @@ ROLLOUT_INLINE F32 exp(F32 x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
-    // 2^n in two factors, since 2^128 is not a number.
-    const I32 whole = (I32)shifted - 0x4b400000;
-    const I32 first = whole >> 1;
-    const F32 y = p * (F32)((first + 127) << 23) * (F32)((whole - first + 127) << 23);
-    const F32 bounded = x > 88.72283f ? splat(kInfinity) : (x < -87.33655f ? F32{} : y);
-    return x == x ? bounded : x;
+    const F32 y = p * (F32)(((I32)shifted - 0x4b400000 + 127) << 23);
+    return x < -87.0f ? F32{} : y;
+}
+
+ROLLOUT_INLINE F32 sigmoid(F32 x) {
+    const F32 e = exp(x < 0.0f ? x : -x);
+    return (x < 0.0f ? e : splat(1.0f)) / (1.0f + e);
 }
 
 // Of positive normal numbers.
