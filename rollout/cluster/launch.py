@@ -39,6 +39,8 @@ from rollout.model.spec import read_spec
 from rollout.text import read_tokenizer_files
 from rollout.types import WorkerId
 
+HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
+"""Has torch ask the kernel for huge pages on the CPU: attention reads KV from all over memory."""
 CONNECT_S = 5.0
 """Seconds for a Ray cluster to accept a connection."""
 DESCRIBE_S = 30.0
@@ -204,7 +206,7 @@ def _start_workers(config: Config, placement: PlacementGroup) -> dict[WorkerId, 
             num_cpus=cluster.cpus_per_worker,
             num_gpus=cluster.gpus_per_worker,
             max_restarts=cluster.max_restarts,
-            runtime_env={"env_vars": {"OMP_NUM_THREADS": str(cluster.cpus_per_worker)}},
+            runtime_env={"env_vars": {"OMP_NUM_THREADS": str(cluster.cpus_per_worker), **HUGE_PAGES}},
             scheduling_strategy=PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=index),
         ).remote(worker, config, weights_id)
     return workers
