@@ -14,8 +14,7 @@ from rollout.errors import ConfigError, NativeKernelsError
 from rollout.model.decoder import Decoder, TorchDecoder
 from rollout.model.native import NativeDecoder, refusal
 from rollout.model.spec import ModelSpec
-from rollout.native.build import build
-from rollout.native.library import Kernels
+from rollout.native.library import Kernels, load
 
 PAGE_TOKENS = 16
 CHUNK_TOKENS = 128
@@ -94,6 +93,10 @@ def _choose(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, *, on_cud
             try:
                 _require_native(spec)
             except NativeKernelsError as error:
+                if config.deterministic:  # workers with other kernels would compute other bits
+                    raise NativeKernelsError(
+                        f"{error}; deterministic mode needs the same kernels on all workers: engine.kernels=torch"
+                    ) from None
                 logger.warning("engine.kernels: torch, several times slower than native, which cannot be: %s", error)
                 return "torch"
             return "native"
@@ -111,7 +114,7 @@ def _against_flash(spec: ModelSpec, dtype: torch.dtype, *, on_cuda: bool) -> lis
 
 
 def _require_native(spec: ModelSpec) -> None:
-    """Raises `NativeKernelsError` if there are no native kernels for this model on this machine; else builds them."""
+    """Raises `NativeKernelsError` if there are no native kernels for this model on this machine; else loads them."""
     if why := refusal(spec):
         raise NativeKernelsError(f"native kernels: {why}")
-    build()
+    load()

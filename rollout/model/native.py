@@ -119,9 +119,13 @@ class NativeDecoder:
         else:
             tables, offsets = batch.tables_BP, None
             assert len(tables) == len(ids_T), f"{len(ids_T)} rows of {len(tables)} sequences"
-        assert pages.dtype is self.dtype
-        assert tables.is_contiguous()
         rows = len(ids_T)
+        assert rows, "no rows"
+        assert pages.dtype is self.dtype, pages.dtype
+        assert tables.is_contiguous()
+        _assert_within("token ids", ids_T, self.spec.vocab_size)
+        _assert_within("positions", positions_T, min(len(self._rope.cos_Ch), tables.shape[1] * pages.shape[3]))
+        _assert_within("pages", tables, len(pages))
         hidden_TE = torch.empty((rows, self.spec.hidden), dtype=self.dtype)
         need = self._kernels.workspace_bytes(self._model, bf16=self._bf16, rows=rows)
         if need > len(self._workspace):
@@ -151,6 +155,7 @@ class NativeDecoder:
 
     def logits(self, hidden_RE: Tensor) -> Tensor:
         rows = len(hidden_RE)
+        assert rows, "no rows to predict from"
         hidden_RE = hidden_RE.contiguous()
         out = torch.empty((rows, self._head.columns), dtype=self.dtype)
         self._kernels.logits(self._model, bf16=self._bf16, hidden=hidden_RE.data_ptr(), rows=rows, out=out.data_ptr())
@@ -158,6 +163,12 @@ class NativeDecoder:
 
     def close(self) -> None:
         self._kernels.close()
+
+
+def _assert_within(what: str, numbers: Tensor, end: int) -> None:
+    """The kernels would read and write elsewhere."""
+    least, most = int(numbers.min()), int(numbers.max())
+    assert 0 <= least <= most < end, f"{what} {least} … {most}, allowed: 0 … {end - 1}"
 
 
 def refusal(spec: ModelSpec) -> str | None:

@@ -7,7 +7,10 @@ another process: two that start at once both compile.
 
 import hashlib
 import os
+import shlex
 import shutil
+import signal
+import stat
 import subprocess
 import tempfile
 from pathlib import Path
@@ -15,13 +18,13 @@ from pathlib import Path
 from rollout.errors import NativeKernelsError
 
 SOURCES = Path(__file__).parent / "src"
+TARGET = ("-std=c++20", "-O3", "-march=native")
 FLAGS = (
-    "-std=c++20",
-    "-O3",
-    "-march=native",
+    *TARGET,
     "-fPIC",
     "-shared",
     "-pthread",
+    "-ffp-contract=off",  # bits must not depend on what the compiler fuses where
     "-fno-strict-aliasing",  # elements are read as words
     "-Wno-psabi",  # vectors that the CPU lacks are only passed to inlined functions
 )
@@ -29,39 +32,34 @@ TIMEOUT_S = 300.0
 _ERROR_LINES = 5
 
 
-def build() -> Path:
-    """The shared library, compiled if this machine has none yet.
+def build(*, again: bool = False) -> Path:
+    """The shared library, compiled if this machine has none yet, or `again`.
 
     Raises `NativeKernelsError` if there is no compiler, or it fails.
     """
     compiler = _compiler()
     name = f"native-{_digest(compiler)}.so"
-    for folder in _cache_folders():
-        library = folder / name
-        if library.is_file():
-            return library
-        try:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            with tempfile.TemporaryDirectory(dir=folder) as scratch:
-                made = Path(scratch) / name
-                _run([compiler, *FLAGS, "-o", str(made), str(SOURCES / "library.cpp")])
-                made.replace(library)
-        except OSError:
-            continue  # not writable: the next one
+    folder = _cache_folder()
+    library = folder / name
+    if library.is_file() and not again:
         return library
-    raise NativeKernelsError("native kernels: no directory to build in; set XDG_CACHE_HOME to one that is writable")
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        made = Path(scratch) / name
+        _run([*compiler, *FLAGS, "-o", str(made), str(SOURCES / "library.cpp")])
+        made.replace(library)
+    return library
 
 
-def _compiler() -> str:
+def _compiler() -> list[str]:
     wanted = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "c++"]
-    for name in wanted:
-        if found := shutil.which(name):
-            return found
+    for command in map(shlex.split, wanted):
+        if command and shutil.which(command[0]):
+            return command
     raise NativeKernelsError(f"native kernels need GCC 12 or newer: {' or '.join(wanted)} not found")
 
 
-def _digest(compiler: str) -> str:
-    target = _run([compiler, *FLAGS[:3], "-x", "c++", "-dM", "-E", os.devnull])
+def _digest(compiler: list[str]) -> str:
+    target = _run([*compiler, *TARGET, "-x", "c++", "-dM", "-E", os.devnull])
     digest = hashlib.blake2b(digest_size=16)
     for file in sorted(SOURCES.iterdir()):
         digest.update(file.name.encode() + file.read_bytes())
@@ -69,20 +67,40 @@ def _digest(compiler: str) -> str:
     return digest.hexdigest()
 
 
-def _cache_folders() -> tuple[Path, ...]:
-    home = os.environ.get("XDG_CACHE_HOME")
-    chosen = Path(home) if home else Path("~/.cache").expanduser()
-    return (chosen / "rollout", Path(tempfile.gettempdir()) / f"rollout-{os.getuid()}-{os.getpid()}")
+def _cache_folder() -> Path:
+    """A directory that nobody else can write to: what lies there is loaded."""
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    folder = Path(home) / "rollout"
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        facts = folder.stat()
+        ours = facts.st_uid == os.getuid() and not facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        if folder.is_absolute() and ours and os.access(folder, os.W_OK):
+            return folder
+    except OSError:
+        pass
+    return Path(tempfile.mkdtemp(prefix="rollout-"))
 
 
 def _run(command: list[str]) -> str:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-    except subprocess.TimeoutExpired:
-        raise NativeKernelsError(f"native kernels: {command[0]} took more than {TIMEOUT_S:g} s") from None
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
     except OSError as error:
         raise NativeKernelsError(f"native kernels: {command[0]} cannot be run: {error}") from None
-    if done.returncode:
-        said = "\n".join(done.stderr.strip().splitlines()[:_ERROR_LINES])
-        raise NativeKernelsError(f"native kernels: {command[0]} failed with exit code {done.returncode}: {said}")
-    return done.stdout
+    with process:
+        try:
+            output, errors = process.communicate(timeout=TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # the compiler proper is a child of the command
+            raise NativeKernelsError(f"native kernels: {command[0]} took more than {TIMEOUT_S:g} s") from None
+    if process.returncode:
+        said = "\n".join(errors.strip().splitlines()[:_ERROR_LINES])
+        raise NativeKernelsError(f"native kernels: {command[0]} failed with exit code {process.returncode}: {said}")
+    return output

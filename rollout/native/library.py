@@ -90,7 +90,7 @@ class Kernels:
 
     def __init__(self, threads: int) -> None:
         """Raises `NativeKernelsError` where the kernels cannot be built."""
-        self.build, self._library = _load()
+        self.build, self._library = load()
         self.threads = threads
         self._team = c_void_p(self._library.rollout_team_new(threads))
 
@@ -122,12 +122,20 @@ class Kernels:
 
 
 @cache
-def _load() -> tuple[str, ctypes.CDLL]:
+def load() -> tuple[str, ctypes.CDLL]:
+    """The library and the name of its build, compiled first if need be.
+
+    Raises `NativeKernelsError`.
+    """
     path = build()
     try:
         library = ctypes.CDLL(os.fspath(path))
-    except OSError as error:
-        raise NativeKernelsError(f"native kernels: {path} cannot be loaded: {error}") from None
+    except OSError:  # a damaged file, perhaps
+        path = build(again=True)
+        try:
+            library = ctypes.CDLL(os.fspath(path))
+        except OSError as error:
+            raise NativeKernelsError(f"native kernels: {path} cannot be loaded: {error}") from None
     pointer, int32, int64 = c_void_p, c_int32, c_int64
     for name, result, arguments in (
         ("team_new", pointer, (int32,)),
@@ -140,4 +148,7 @@ def _load() -> tuple[str, ctypes.CDLL]:
     ):
         function = getattr(library, f"rollout_{name}")
         function.restype, function.argtypes = result, arguments
+    mirrored = [ctypes.sizeof(structure) for structure in (Linear, Layer, Model, Pages, Batch, Draws)]
+    sizes = list((c_int64 * len(mirrored)).in_dll(library, "rollout_sizes"))
+    assert sizes == mirrored, f"structures of {sizes} bytes there, of {mirrored} bytes here"
     return path.stem, library

@@ -3,22 +3,27 @@
 import logging
 import shutil
 import stat
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from rollout.errors import NativeKernelsError
 from rollout.native.build import build
+from rollout.native.library import Kernels, load
 from tests.engine.test_parity import GREEDY, assert_equal, hugging_face, prompts
 from tests.local_service import LocalService
 from tests.tiny_models import make_tiny_llama
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache directory."""
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty cache directory, and no library loaded."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache"
+    load.cache_clear()
+    yield tmp_path / "cache"
+    load.cache_clear()
 
 
 @pytest.fixture
@@ -64,6 +69,21 @@ def test_a_cache_that_cannot_be_written_is_replaced_by_another_directory(
     shutil.rmtree(library.parent)
 
 
+def test_nothing_is_taken_from_a_directory_that_others_can_write_to(cache: Path) -> None:
+    (cache / "rollout").mkdir(parents=True)
+    (cache / "rollout").chmod(0o777)
+    library = build()
+    assert not library.is_relative_to(cache)
+    assert stat.S_IMODE(library.parent.stat().st_mode) == 0o700
+    shutil.rmtree(library.parent)
+
+
+def test_a_damaged_library_is_compiled_again(cache: Path, calls: Path) -> None:
+    build().write_bytes(b"")
+    Kernels(1).close()
+    assert compilations(calls) == 2
+
+
 def test_no_compiler_is_a_typed_error(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(NativeKernelsError, match="need GCC 12 or newer: no-such-compiler not found"):
@@ -78,11 +98,24 @@ def test_what_a_failing_compiler_says_is_in_the_error(
         build()
 
 
-def test_a_compiler_that_hangs_is_given_up(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollout.native.build.TIMEOUT_S", 0.2)
-    monkeypatch.setenv("CXX", str(_script(tmp_path / "hangs", "exec sleep 60")))
-    with pytest.raises(NativeKernelsError, match=r"took more than 0\.2 s"):
+def test_a_compiler_that_hangs_is_given_up_with_its_children(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = tmp_path / "child"
+    monkeypatch.setattr("rollout.native.build.TIMEOUT_S", 1.0)
+    monkeypatch.setenv("CXX", str(_script(tmp_path / "hangs", f"sleep 600 &\necho $! > {child}\nwait")))
+    with pytest.raises(NativeKernelsError, match=r"took more than 1 s"):
         build()
+    deadline = time.monotonic() + 10
+    while _runs(int(child.read_text())):
+        assert time.monotonic() < deadline, "the compiler's child still runs"
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
 
 
 def test_without_a_compiler_the_engine_runs_on_torch_and_says_so_once(
@@ -101,8 +134,9 @@ def test_without_a_compiler_the_engine_runs_on_torch_and_says_so_once(
         "native kernels need GCC 12 or newer: no-such-compiler not found"
     ]
     service.close()
-    with pytest.raises(NativeKernelsError):
-        LocalService(path, workers=1, kernels="native")
+    for asked in ({"kernels": "native"}, {"deterministic": True}):
+        with pytest.raises(NativeKernelsError, match="no-such-compiler not found"):
+            LocalService(path, workers=1, **asked)
 
 
 def test_a_model_that_native_kernels_cannot_run_is_run_by_torch(

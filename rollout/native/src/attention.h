@@ -172,7 +172,7 @@ void mix_rows(const float* weights, int tokens, int padded, const float* decay, 
 #pragma GCC unroll 4
         for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
-            for (int v = 0; v < vectors; v++) acc[r][v] += weights[r * kBlock + t] * values[v];
+            for (int v = 0; v < vectors; v++) acc[r][v] = fused(splat(weights[r * kBlock + t]), values[v], acc[r][v]);
     }
     for (int r = 0; r < rows; r++)
         for (int v = 0; v < vectors; v++) store(out + r * padded + v * kLanes, acc[r][v]);

@@ -74,7 +74,7 @@ void rms_norm(const T* x, const T* weight, int n, float eps, T* y) {
     F32 squares{};
     each_vector(n, [&](int i, int count) {
         const F32 part = load_up_to(x + i, count);
-        squares += part * part;
+        squares = fused(part, part, squares);
     });
     const float scale = 1.0f / __builtin_sqrtf(sum(squares) / n + eps);
     each_vector(n, [&](int i, int count) {

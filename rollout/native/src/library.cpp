@@ -17,6 +17,10 @@ auto typed(int32_t is_bf16, F f) {
 
 extern "C" {
 
+// Of the structures that Python mirrors, in the order of rollout/native/library.py.
+int64_t rollout_sizes[] = {sizeof(rollout::Linear), sizeof(rollout::Layer), sizeof(rollout::Model),
+                                 sizeof(rollout::Pages),  sizeof(rollout::Batch), sizeof(rollout::Draws)};
+
 Team* rollout_team_new(int32_t threads) { return new Team(threads); }
 
 void rollout_team_delete(Team* team) { delete team; }

@@ -73,6 +73,7 @@ TileKernel tile_kernel(int wanted) {
 // done(p, first row, rows, tiles), where tiles[i] holds columns of panel p + i * panels. Ends at the team's barrier.
 template <class T, int sets = 1, class Done>
 void multiply(Team& team, const Linear& w, const T* a, int64_t stride, int rows, Done done) {
+    if (!rows) return team.barrier();
     const int panels = w.panels / sets, tiles = (rows + kTileRows - 1) / kTileRows;
     const auto* words = reinterpret_cast<const uint32_t*>(a);
     const int64_t word_stride = stride / kWord<T>, panel_bytes = (int64_t)w.steps * kPanel * sizeof(uint32_t);

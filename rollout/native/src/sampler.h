@@ -50,9 +50,10 @@ ROLLOUT_INLINE float element(const Bf16* from) {
 ROLLOUT_INLINE void forbid(float* at) { *at = -kInfinity; }
 ROLLOUT_INLINE void forbid(Bf16* at) { at->bits = 0xff80; }
 
-// All bits of an element, so that larger numbers have larger keys; both zeros have one.
+// All bits of an element, so that larger numbers have larger keys; both zeros have one, and NaN has the largest.
 ROLLOUT_INLINE uint32_t order_key(const float* from) {
     const float x = *from + 0.0f;
+    if (x != x) return 0xffffffffu;
     uint32_t bits;
     std::memcpy(&bits, &x, sizeof bits);
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;

@@ -5,6 +5,8 @@
 
 #include <atomic>
 #include <cstdint>
+#include <cstdio>
+#include <cstdlib>
 #include <functional>
 #include <thread>
 #include <vector>
@@ -27,13 +29,18 @@ class Team {
 
     int size() const { return size_; }
 
-    // Run job(member) on every thread, the caller's included. One caller at a time.
+    // Run job(member) on every thread, the caller's included. Ends the process if another caller's job is running.
     void run(const std::function<void(int)>& job) {
+        if (busy_.test_and_set(std::memory_order_acquire)) {
+            std::fputs("rollout: two threads called native kernels of one team at once\n", stderr);
+            std::abort();
+        }
         job_ = &job;
         claimed_.store(0, std::memory_order_relaxed);
         advance(jobs_);
         job(0);
         barrier();
+        busy_.clear(std::memory_order_release);
     }
 
     // The first of `count` pieces that nobody else has.
@@ -88,6 +95,7 @@ class Team {
     const std::function<void(int)>* job_ = nullptr;
     std::vector<std::thread> threads_;
     std::atomic<bool> stopped_{false};
+    std::atomic_flag busy_;
     alignas(64) std::atomic<uint32_t> jobs_{0};
     alignas(64) std::atomic<uint32_t> phases_{0};
     alignas(64) std::atomic<int> arrived_{0};

@@ -8,7 +8,7 @@
 #include <cstring>
 #include <limits>
 
-#ifdef __AVX512F__
+#ifdef __FMA__
 #include <immintrin.h>
 #endif
 
@@ -123,6 +123,23 @@ ROLLOUT_INLINE void store_up_to(T* to, F32 x, int count) {
         store_some(to, x, count);
 }
 
+// a * b + c, rounded once where the CPU can, and the same everywhere: what a compiler chooses to fuse is not.
+ROLLOUT_INLINE F32 fused(F32 a, F32 b, F32 c) {
+#ifdef __AVX512F__
+    return (F32)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    __m256 x[2], y[2], z[2];
+    std::memcpy(x, &a, sizeof a);
+    std::memcpy(y, &b, sizeof b);
+    std::memcpy(z, &c, sizeof c);
+    for (int half = 0; half < 2; half++) z[half] = _mm256_fmadd_ps(x[half], y[half], z[half]);
+    std::memcpy(&c, z, sizeof c);
+    return c;
+#else
+    return a * b + c;
+#endif
+}
+
 // Reductions ------------------------------------------------------------------------------------------------------
 
 // Elements in one word.
@@ -137,7 +154,7 @@ template <>
 ROLLOUT_INLINE F32 dot<float>(F32 acc, uint32_t a, U32 w) {
     float x;
     std::memcpy(&x, &a, sizeof x);
-    return acc + x * (F32)w;
+    return fused(splat(x), (F32)w, acc);
 }
 
 template <>
@@ -146,8 +163,8 @@ ROLLOUT_INLINE F32 dot<Bf16>(F32 acc, uint32_t a, U32 w) {
     return (F32)_mm512_dpbf16_ps((__m512)acc, (__m512bh)_mm512_set1_epi32((int)a), (__m512bh)(__m512i)w);
 #else
     const U32 x = U32{} + a;
-    acc += (F32)(x & 0xffff0000u) * (F32)(w & 0xffff0000u);
-    return acc + (F32)(x << 16) * (F32)(w << 16);
+    acc = fused((F32)(x & 0xffff0000u), (F32)(w & 0xffff0000u), acc);
+    return fused((F32)(x << 16), (F32)(w << 16), acc);
 #endif
 }
 
@@ -190,17 +207,17 @@ ROLLOUT_INLINE bool any(I32 comparison) {
 ROLLOUT_INLINE F32 exp(F32 x) {
     const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
     const F32 clamped = x < -87.0f ? splat(-87.0f) : x;
-    const F32 shifted = clamped * 1.44269504088896341f + magic;
+    const F32 shifted = fused(clamped, splat(1.44269504088896341f), splat(magic));
     const F32 n = shifted - magic;
-    F32 r = clamped - n * 0.693359375f;
-    r = r - n * -2.12194440e-4f;
+    F32 r = fused(n, splat(-0.693359375f), clamped);
+    r = fused(n, splat(2.12194440e-4f), r);
     F32 p = splat(1.9875691500e-4f);
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
+    p = fused(p, r, splat(1.3981999507e-3f));
+    p = fused(p, r, splat(8.3334519073e-3f));
+    p = fused(p, r, splat(4.1665795894e-2f));
+    p = fused(p, r, splat(1.6666665459e-1f));
+    p = fused(p, r, splat(5.0000001201e-1f));
+    p = fused(p * r, r, r) + 1.0f;
     const F32 y = p * (F32)(((I32)shifted - 0x4b400000 + 127) << 23);
     return x < -87.0f ? F32{} : y;
 }
@@ -219,20 +236,19 @@ ROLLOUT_INLINE F32 log(F32 x) {
     exponent += small;
     m = m + (small ? m : F32{}) - 1.0f;
     F32 p = splat(7.0376836292e-2f);
-    p = p * m - 1.1514610310e-1f;
-    p = p * m + 1.1676998740e-1f;
-    p = p * m - 1.2420140846e-1f;
-    p = p * m + 1.4249322787e-1f;
-    p = p * m - 1.6668057665e-1f;
-    p = p * m + 2.0000714765e-1f;
-    p = p * m - 2.4999993993e-1f;
-    p = p * m + 3.3333331174e-1f;
+    p = fused(p, m, splat(-1.1514610310e-1f));
+    p = fused(p, m, splat(1.1676998740e-1f));
+    p = fused(p, m, splat(-1.2420140846e-1f));
+    p = fused(p, m, splat(1.4249322787e-1f));
+    p = fused(p, m, splat(-1.6668057665e-1f));
+    p = fused(p, m, splat(2.0000714765e-1f));
+    p = fused(p, m, splat(-2.4999993993e-1f));
+    p = fused(p, m, splat(3.3333331174e-1f));
     const F32 square = m * m;
     const F32 e = __builtin_convertvector(exponent, F32);
-    F32 y = m * square * p;
-    y = y + e * -2.12194440e-4f;
-    y = y - square * 0.5f;
-    return m + y + e * 0.693359375f;
+    F32 y = fused(e, splat(-2.12194440e-4f), m * square * p);
+    y = fused(square, splat(-0.5f), y);
+    return fused(e, splat(0.693359375f), m + y);
 }
 
 // log(1 - x) for 0 < x < 1, exact where x is small.
