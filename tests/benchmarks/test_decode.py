@@ -29,6 +29,8 @@ def test_decoding_is_compared_with_the_limit_and_with_each_peer_that_works(ray_c
     )
     results, ratios = decode.run(settings, Path(sys.executable))
     assert set(ratios) == {
+        "replace_vs_memcpy",
+        "memory_vs_allowed",
         *(f"decode_vs_limit_b{case}" for case in ("1", "3", "2_long")),
         *(f"decode_vs_{peer}_b3" for peer in ("hf", "hf_cb")),
     }
@@ -42,6 +44,12 @@ def test_decoding_is_compared_with_the_limit_and_with_each_peer_that_works(ray_c
     }
     assert "No module named 'vllm'" in results["sides"]["vllm"]["unavailable"]
     assert results["sides"]["hf"]["versions"]["transformers"]
+    assert results["sides"]["hf"]["huge_pages"] is results["sides"]["limit"]["huge_pages"] is True
+    assert set(results["our_share_of_peer_turns"]) == {"hf", "hf_cb"}
+    assert results["medians_of"]["b3"] == {"rollout": 2, "hf": 2, "hf_cb": 2}
+    memory = results["memory"]
+    assert memory["peak_bytes"] == memory["weights_bytes"] + memory["pages_bytes"] + memory["over_bytes"]
+    assert results["weights"]["bytes"] > 0
     limit = results["limit"]["b3"]
     assert limit["step_ms"] == pytest.approx(
         min(value for name, value in limit.items() if name.startswith("gemm_")) + limit["kv_ms"], rel=0.5
@@ -56,7 +64,7 @@ def test_prompts_are_compared_with_the_limit_and_without_an_interpreter_with_not
     assert set(ratios) == {"prefill_vs_limit"}
     assert set(results["tokens_per_s"]) == {"rollout", "limit"}
     assert set(results["limit"]) == {"rows_16", "rows_32"}
-    assert set(results["sides"]) == {"rollout"}
+    assert set(results["sides"]) == {"rollout", "limit"}
 
 
 def test_what_cannot_be_measured_is_refused_first(tmp_path: Path, sides: Sides) -> None:

@@ -31,3 +31,10 @@ def test_the_limit_is_the_fastest_product_and_one_read_of_the_kv(tmp_path: Path)
     assert step["seconds"] == min(step["gemm_s"].values()) + step["kv_s"]
     prompts = limit.prefill(3, 64, 16)
     assert prompts["seconds"] == min(prompts["gemm_s"].values()) > 0
+
+
+def test_what_the_calls_take_is_subtracted_but_no_more_than_half(tmp_path: Path) -> None:
+    limit = Limit(read_spec(make_tiny_llama(tmp_path / "llama")), 1)
+    assert all(seconds > 0 for seconds in limit.call_seconds().values())
+    without = limit.gemm_seconds("layers", 8, dict.fromkeys(limit.products, 1e9))
+    assert all(seconds > 0 for seconds in without.values())
