@@ -6,6 +6,7 @@ Shape letters: R rows, V vocabulary.
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 
 import pytest
@@ -21,18 +22,30 @@ from rollout.types import SamplingParams
 
 CPU = torch.device("cpu")
 PLAIN = SamplingParams()
-KERNELS = Kernels(2)
-MAKE: dict[str, Callable[[int], Sampler]] = {
-    "torch": lambda vocab_size: TorchSampler(vocab_size, CPU),
-    "native": lambda vocab_size: NativeSampler(vocab_size, KERNELS),
-}
-chosen: ContextVar[str] = ContextVar("chosen")
+Make = Callable[[int], Sampler]
+chosen: ContextVar[Make] = ContextVar("chosen")
 
 
-@pytest.fixture(scope="module", autouse=True, params=MAKE)
+def torch_sampler(vocab_size: int) -> Sampler:
+    return TorchSampler(vocab_size, CPU)
+
+
+@pytest.fixture(scope="module", autouse=True, params=["torch", "native"])
 def sampler(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Every test of this file runs with each of them."""
-    token = chosen.set(request.param)
+    """Every test of this file runs with each of them; only the native one needs a compiler."""
+    if request.param == "torch":
+        with _choose(torch_sampler):
+            yield
+        return
+    kernels = Kernels(2)
+    with _choose(lambda vocab_size: NativeSampler(vocab_size, kernels)):
+        yield
+    kernels.close()
+
+
+@contextmanager
+def _choose(make: Make) -> Iterator[None]:
+    token = chosen.set(make)
     yield
     chosen.reset(token)
 
@@ -44,8 +57,9 @@ def draw(
     seeds: Sequence[int] | None = None,
     positions: Sequence[int] | None = None,
     banned: tuple[int, ...] = (),
+    make: Make | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """One draw for each row; where nothing is said, row i draws position i of seed 1."""
+    """One draw for each row; where nothing is said, row i draws position i of seed 1, with the chosen sampler."""
     rows = len(seeds or positions or logits_RV)
     batch = SamplingBatch(
         params=(params,) * rows if isinstance(params, SamplingParams) else tuple(params),
@@ -53,7 +67,7 @@ def draw(
         positions=tuple(positions or range(rows)),
         banned=(banned,) * rows,
     )
-    return MAKE[chosen.get()](logits_RV.shape[1]).sample(logits_RV.clone(), batch)
+    return (make or chosen.get())(logits_RV.shape[1]).sample(logits_RV.clone(), batch)
 
 
 def repeated(logits: Sequence[float] | Tensor, rows: int) -> Tensor:
@@ -213,6 +227,19 @@ def test_ties_at_the_boundary_keep_the_lower_ids(params: SamplingParams, expecte
     assert set(ids.tolist()) == expected
 
 
+@pytest.mark.parametrize("vocab", [1, 15, 16, 17, 33])
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (3, 1.0), (40, 1.0), (0, 0.9), (16, 0.97)])
+def test_vocabularies_about_the_width_of_a_vector(vocab: int, top_k: int, top_p: float) -> None:
+    """Logits rise with the id, so that the best ones lie in the last, partial vector."""
+    logits = torch.linspace(-2, 2, vocab).tolist()
+    kept = kept_by(logits, top_k, top_p)
+    ids, logprobs = draw(repeated(logits, 300), SamplingParams(top_k=top_k, top_p=top_p))
+    assert set(ids.tolist()) <= kept.keys()
+    assert vocab - 1 in ids.tolist()
+    expected = [math.log(kept[token]) for token in ids.tolist()]
+    assert logprobs.tolist() == pytest.approx(expected, abs=1e-5)
+
+
 def test_top_p_that_needs_most_of_a_large_vocabulary() -> None:
     vocab = 20_000
     ids, logprobs = draw(repeated([0.0] * vocab, 50), SamplingParams(top_p=0.50001))
@@ -293,11 +320,19 @@ def test_extreme_logits(params: SamplingParams) -> None:
 
 
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(top_k=3), SamplingParams(top_p=0.9)], ids=str)
-@pytest.mark.parametrize("broken", [math.nan, math.inf])
-def test_a_row_with_nan_gets_nan_and_spoils_no_other(params: SamplingParams, broken: float) -> None:
-    logits = random_logits(3, 50)
+@pytest.mark.parametrize("place", [0, 7, 49])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("broken", ["nan", "-nan", "inf"])
+def test_a_row_with_nan_gets_nan_and_spoils_no_other(
+    params: SamplingParams, broken: str, dtype: torch.dtype, place: int
+) -> None:
+    logits = random_logits(3, 50).to(dtype)
     expected = draw(logits, params)
-    logits[1, 7] = broken
+    logits[1, place] = float(broken)
+    if broken == "-nan":
+        bits = logits.view(torch.int32 if dtype == torch.float32 else torch.int16)
+        bits[1, place] |= torch.iinfo(bits.dtype).min
+        assert bits[1, place] < 0
     ids, logprobs = draw(logits, params)
     assert logprobs[1].isnan()
     assert 0 <= int(ids[1]) < 50
@@ -321,15 +356,14 @@ MANY = [
 ]
 
 
+@pytest.mark.parametrize("sampler", ["native"], indirect=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [1, 15, 16, 17, 33, 3001])
 @pytest.mark.parametrize("params", MANY)
-def test_both_samplers_draw_the_same(params: SamplingParams) -> None:
-    logits_RV = random_logits(200, 3001).bfloat16()
-    drawn = {}
-    for kind in MAKE:
-        token = chosen.set(kind)
-        drawn[kind] = draw(logits_RV, params, banned=(5, 3000))
-        chosen.reset(token)
-    (theirs_R, their_logprobs_R), (ours_R, our_logprobs_R) = drawn["torch"], drawn["native"]
+def test_both_samplers_draw_the_same(params: SamplingParams, vocab: int, dtype: torch.dtype) -> None:
+    logits_RV = random_logits(200, vocab).to(dtype)
+    theirs_R, their_logprobs_R = draw(logits_RV, params, banned=(5, 3000), make=torch_sampler)
+    ours_R, our_logprobs_R = draw(logits_RV, params, banned=(5, 3000))
     assert torch.equal(ours_R, theirs_R)
     torch.testing.assert_close(our_logprobs_R, their_logprobs_R, atol=1e-5, rtol=0)
 

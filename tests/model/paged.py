@@ -17,6 +17,15 @@ from rollout.model.weights import load_directory
 from rollout.native.library import Kernels
 
 PAGE_TOKENS = 4
+UNEVEN = {
+    "hidden_size": 66,
+    "intermediate_size": 150,
+    "vocab_size": 323,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "head_dim": 22,
+}
+"""A tiny model every linear map of which, keys and values included, has outputs that are no multiple of 16."""
 
 
 class DenseAttention:
@@ -70,11 +79,14 @@ def native_decoder(path: Path, dtype: torch.dtype = torch.float32, *, threads: i
 class PagedDecoder:
     """A decoder with pages for a few sequences; page numbers are handed out interleaved, page 0 is scratch."""
 
-    def __init__(self, decoder: Decoder, *, sequences: int = 1, max_tokens: int = 128) -> None:
+    def __init__(
+        self, decoder: Decoder, *, sequences: int = 1, max_tokens: int = 128, page_tokens: int = PAGE_TOKENS
+    ) -> None:
         spec = decoder.spec
-        each = -(-max_tokens // PAGE_TOKENS)
-        shape = (1 + sequences * each, spec.layers, 2, PAGE_TOKENS, spec.kv_heads, spec.head_dim)
+        each = -(-max_tokens // page_tokens)
+        shape = (1 + sequences * each, spec.layers, 2, page_tokens, spec.kv_heads, spec.head_dim)
         self.decoder = decoder
+        self.page_tokens = page_tokens
         # What stale pages hold must not matter.
         self.pages = torch.full(shape, 7.0, dtype=decoder.dtype)
         self.tables_SP = 1 + torch.arange(sequences * each, dtype=torch.int32).view(each, sequences).T.contiguous()
@@ -125,10 +137,10 @@ class PagedDecoder:
         position_ranges = [
             torch.arange(length, length + count) for length, count in zip(self.lengths, counts, strict=True)
         ]
-        pages = [self.tables_SP[s].long()[p // PAGE_TOKENS] for s, p in enumerate(position_ranges)]
+        pages = [self.tables_SP[s].long()[p // self.page_tokens] for s, p in enumerate(position_ranges)]
         blank = torch.zeros(padding, dtype=torch.int64)
         positions_T = torch.cat((*position_ranges, blank))
-        return positions_T, torch.cat((*pages, blank)), positions_T % PAGE_TOKENS
+        return positions_T, torch.cat((*pages, blank)), positions_T % self.page_tokens
 
 
 def _offsets(lengths: Sequence[int]) -> Tensor:

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from rollout.model.decoder import Decoder
 from rollout.model.layers import RMSNorm, swiglu
 from rollout.model.spec import read_spec
-from tests.model.paged import PagedDecoder, native_decoder, torch_decoder
+from tests.model.paged import UNEVEN, PagedDecoder, native_decoder, torch_decoder
 from tests.tiny_models import make_tiny_llama, make_tiny_qwen2
 
 CPU = torch.device("cpu")
@@ -29,9 +29,13 @@ MODELS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
     "llama-untied": (make_tiny_llama, {"tie_word_embeddings": False}),
     "llama-without-gqa": (make_tiny_llama, {"num_key_value_heads": 4}),
     "llama-wide-heads": (make_tiny_llama, {"head_dim": 32, "num_attention_heads": 8, "rms_norm_eps": 1e-2}),
+    "llama-uneven": (make_tiny_llama, UNEVEN),
+    "llama-head-dim-256": (make_tiny_llama, {"head_dim": 256}),
+    "llama-64-heads-on-1": (make_tiny_llama, {"num_attention_heads": 64, "num_key_value_heads": 1}),
     "llama3-rope": (make_tiny_llama, {"rope_parameters": LLAMA3, "tie_word_embeddings": False}),
     "qwen2": (make_tiny_qwen2, {}),
     "qwen2-untied": (make_tiny_qwen2, {"tie_word_embeddings": False, "rope_parameters": {"rope_theta": 1e6}}),
+    "qwen2-uneven": (make_tiny_qwen2, {**UNEVEN, "tie_word_embeddings": False}),
 }
 IDS = torch.randint(4, 320, (61,), generator=torch.Generator().manual_seed(1)).tolist()
 

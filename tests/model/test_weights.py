@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from rollout.errors import ModelNotFoundError, UnsupportedModelError
 from rollout.model.decoder import Decoder, TorchDecoder
 from rollout.model.spec import read_spec
 from rollout.model.weights import load_directory, load_weights, stream_safetensors
-from tests.model.paged import DenseAttention, PagedDecoder, native_decoder, torch_decoder
+from tests.model.paged import UNEVEN, DenseAttention, PagedDecoder, native_decoder, torch_decoder
 from tests.tiny_models import make_tiny_llama, make_tiny_qwen2
 
 CPU = torch.device("cpu")
@@ -23,6 +24,7 @@ O_PROJ = "model.layers.1.self_attn.o_proj.weight"
 
 Load = Callable[[Path, torch.dtype], Decoder]
 both = pytest.mark.parametrize("load", [torch_decoder, native_decoder], ids=["torch", "native"])
+sizes = pytest.mark.parametrize("overrides", [{}, UNEVEN], ids=["even", "uneven"])
 
 
 @pytest.fixture
@@ -52,12 +54,13 @@ def test_shards_load_like_a_single_file(make: Callable[..., Path], tied: bool, t
 
 
 @both
+@sizes
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("make", [make_tiny_llama, make_tiny_qwen2])
 def test_every_weight_is_where_its_name_says(
-    make: Callable[..., Path], load: Load, dtype: torch.dtype, tmp_path: Path
+    make: Callable[..., Path], load: Load, overrides: dict[str, Any], dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    path = make(tmp_path, tie_word_embeddings=False)
+    path = make(tmp_path, tie_word_embeddings=False, **overrides)
     targets = load(path, dtype).targets()
     saved = load_file(path / "model.safetensors")
     assert targets.keys() == saved.keys()
@@ -78,9 +81,14 @@ def _addresses(decoder: Decoder) -> dict[str, list[int]]:
 
 
 @both
+@sizes
+@pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("make", [make_tiny_llama, make_tiny_qwen2])
-def test_new_weights_replace_the_old_in_place(make: Callable[..., Path], load: Load, tmp_path: Path) -> None:
-    decoder, other = load(make(tmp_path / "first"), torch.float32), make(tmp_path / "other", seed=1)
+def test_new_weights_replace_the_old_in_place(
+    make: Callable[..., Path], tied: bool, overrides: dict[str, Any], load: Load, tmp_path: Path
+) -> None:
+    first, other = (make(tmp_path / str(s), seed=s, tie_word_embeddings=tied, **overrides) for s in (0, 1))
+    decoder = load(first, torch.float32)
     addresses = _addresses(decoder)
     before = _logits(decoder)
     load_weights(decoder, stream_safetensors(other))
