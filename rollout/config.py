@@ -57,7 +57,7 @@ class EngineConfig(Section):
     """Longest prompt + output; null: the model's limit. Never more than fits in kv_bytes."""
     chunk_tokens: PositiveInt | None = None
     """Longest piece of one sequence prefilled in a step; null: 128, or page_tokens if that is more. In
-    deterministic mode a multiple of page_tokens."""
+    deterministic mode without native kernels a multiple of page_tokens."""
     prefill_tokens: PositiveInt = 512
     """Most prompt tokens prefilled in one step, over all sequences."""
     eviction: Literal["lru", "shared_first"] = "lru"

@@ -141,7 +141,8 @@ class Host:
     def poll(self, acknowledged: int, wait_s: float) -> Batch:
         """The next events after batch `acknowledged`, waiting up to `wait_s` seconds for one.
 
-        The same batch is returned again until it is acknowledged. What is no token is not kept waiting.
+        The same batch is returned again until it is acknowledged. What is no token is not kept waiting. One call at a
+        time (`worker.GROUPS`).
         """
         batch = self._unacknowledged
         if batch is not None and batch.number > acknowledged:
@@ -153,7 +154,8 @@ class Host:
             self._changed.wait_for(lambda: self._pressing, max(0.0, due - time.monotonic()))
             events, self._outbox = self._outbox, []
             self._pressing = False
-            self._told = time.monotonic()
+            if events:
+                self._told = time.monotonic()
             batch = self._unacknowledged = Batch(
                 incarnation=self._incarnation,
                 number=acknowledged + 1,

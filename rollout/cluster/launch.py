@@ -25,7 +25,7 @@ from rollout.cluster.description import (
     WorkerDescription,
     controller_name,
 )
-from rollout.cluster.placement import check_store, place
+from rollout.cluster.placement import check_alike, check_store, place
 from rollout.cluster.pool import start_pool
 from rollout.cluster.worker import GROUPS, Worker
 from rollout.config import Config
@@ -128,6 +128,7 @@ def launch(config: Config) -> Service:
         workers = _start_workers(config, placement)
         actors += workers.values()
         described = _loaded(workers, config.cluster.start_timeout_s)
+        check_alike(described, deterministic=config.engine.deterministic)
         check_store(config.pool, described)
         pools = {worker.node: start_pool(config, worker) for worker in {each.node: each for each in described}.values()}
         actors += pools.values()

@@ -1,5 +1,6 @@
 """Where workers go, and whether the pools fit: by arithmetic on what Ray says it has, before anything is started."""
 
+import logging
 from collections import Counter
 from collections.abc import Sequence
 
@@ -9,12 +10,16 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from rollout.cluster.description import WorkerDescription
 from rollout.config import ClusterConfig, PoolConfig
 from rollout.errors import ClusterTooSmallError, ConfigError
+from rollout.kv.keys import Fingerprint
+from rollout.types import WorkerId
 
 PLACEMENT_S = 20.0
 """Seconds for CPUs or GPUs that the cluster has, but others use, to become free."""
 STORE_SLACK_BYTES = 64 << 20
 STORE_SHARE = 0.75
 """Of the object store, what may be used: Ray spills above 0.8."""
+
+logger = logging.getLogger(__name__)
 
 
 def place(cluster: ClusterConfig) -> PlacementGroup:
@@ -41,6 +46,25 @@ def place(cluster: ClusterConfig) -> PlacementGroup:
         f"cluster.workers: {cluster.workers} workers need {wanted}; {there} are free, "
         f"and no nodes could hold them within {PLACEMENT_S:g} s"
     )
+
+
+def check_alike(workers: Sequence[WorkerDescription], *, deterministic: bool) -> None:
+    """Raises `ConfigError` in deterministic mode if KV of one worker is not what another would compute.
+
+    Elsewhere such KV is computed again where it cannot be read, which a warning says.
+    """
+    by_fingerprint: dict[Fingerprint, list[WorkerId]] = {}
+    for worker in workers:
+        by_fingerprint.setdefault(worker.fingerprint, []).append(worker.worker)
+    if len(by_fingerprint) == 1:
+        return
+    message = (
+        f"workers run unlike kernels (CPUs, compilers or engine.kernels=auto), so that KV cannot move between "
+        f"{' and '.join(', '.join(alike) for alike in by_fingerprint.values())}"
+    )
+    if deterministic:
+        raise ConfigError(f"{message}; deterministic mode needs like ones")
+    logger.warning("%s; it is computed again there", message)
 
 
 def check_store(pool: PoolConfig, described: Sequence[WorkerDescription]) -> None:

@@ -286,8 +286,10 @@ class Pool:
         try:
             manifests: list[Manifest] = await answer
             for part, manifest in zip(parts, manifests, strict=True):
-                if manifest.nbytes != part.nbytes or manifest.fingerprint != self._fingerprint:
+                if manifest.nbytes != part.nbytes:
                     raise SegmentDamagedError(f"{key}: {manifest.nbytes} bytes were sent, {part.nbytes} expected")
+                if manifest.fingerprint != self._fingerprint:
+                    raise SegmentDamagedError(f"{key}: computed by other kernels than those of this pool's KV")
         except BaseException as error:
             self._warmth.died(job.incarnation, nbytes)
             if isinstance(error, asyncio.CancelledError):

@@ -64,7 +64,7 @@ def assemble(
     decoder, sampler = make_decoder(kernel, config, spec, dtype)
     load_directory(decoder, model.path)
     # Kernels whose bits depend on nothing else keep the promise of deterministic mode whatever is planned.
-    replay = config.deterministic and not decoder.batch_invariant
+    replays = config.deterministic and not decoder.batch_invariant
     page_bytes = kernel.page_tokens * spec.layers * 2 * spec.kv_heads * spec.head_dim * dtype.itemsize
     pages = _page_count(config, kernel, page_bytes)
     storage = KVStorage(
@@ -82,7 +82,7 @@ def assemble(
         max_running=config.max_running,
         chunk_tokens=kernel.chunk_tokens,
         prefill_tokens=config.prefill_tokens,
-        deterministic=replay,
+        replays=replays,
     )
     fingerprint = _fingerprint(config, spec, model.dtype, decoder, kernel)
     cache = KVCache(
@@ -107,7 +107,7 @@ def assemble(
         vocab_size=spec.vocab_size,
         eos_ids=spec.eos_token_ids,
         max_context=max_context,
-        deterministic=replay,
+        replays=replays,
         weights_id=weights_id,
         version=version,
     )

@@ -51,7 +51,7 @@ class Engine:
         vocab_size: int,
         eos_ids: tuple[int, ...],
         max_context: int,
-        deterministic: bool,
+        replays: bool,
         weights_id: str,
         version: Version,
     ) -> None:
@@ -67,7 +67,7 @@ class Engine:
         self._vocab_size = vocab_size
         self._eos_ids = eos_ids
         self._max_context = max_context
-        self._deterministic = deterministic
+        self._replays = replays
         self._weights_id = weights_id
         self._version = version
         self._sequences: dict[SequenceKey, Sequence] = {}
@@ -103,12 +103,12 @@ class Engine:
             assignment,
             eos_ids=self._eos_ids,
             max_context=max_context,
-            deterministic=self._deterministic,
+            replays=self._replays,
             names=PageNames(
                 self._root,
                 page_tokens=self._cache.page_tokens,
                 weights_id=self._weights_id,
-                prefilled=len(prompt) if self._deterministic else None,
+                prefilled=len(prompt) if self._replays else None,
             ),
             weights_id=self._weights_id,
         )

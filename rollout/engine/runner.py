@@ -1,6 +1,6 @@
 """Runs the model for one plan and samples: at most one prefill forward and one decode forward.
 
-In deterministic mode every chunk is a forward of its own, padded to one length, and the decode batch
+Where history is replayed every chunk is a forward of its own, padded to one length, and the decode batch
 is padded to one size, so that the bits of a row never depend on what else is running.
 """
 
@@ -72,7 +72,7 @@ class Runner:
     def run(self, plan: Plan) -> list[Draw]:
         """Compute the KV of the plan's positions; draw where they reach the end of what is known."""
         draws: list[Draw] = []
-        alone = self._limits.deterministic
+        alone = self._limits.replays
         self.prefill_s = None
         start = time.perf_counter()
         for chunks in ([chunk] for chunk in plan.prefill) if alone else [plan.prefill] if plan.prefill else []:
@@ -84,7 +84,7 @@ class Runner:
         return draws
 
     def _prefill(self, chunks: Seq[Chunk]) -> list[Draw]:
-        rows = self._limits.chunk_tokens if self._limits.deterministic else None
+        rows = self._limits.chunk_tokens if self._limits.replays else None
         hidden_TE = self._forward(
             prefill_forward(chunks, rows=rows, page_tokens=self._storage.page_tokens, device=self._device),
             [Span(chunk.sequence, chunk.start, chunk.end) for chunk in chunks],
@@ -102,7 +102,7 @@ class Runner:
         return self._sample(hidden_TE[last_rows], complete)
 
     def _decode(self, sequences: Seq[Sequence]) -> list[Draw]:
-        rows = self._limits.max_running if self._limits.deterministic else None
+        rows = self._limits.max_running if self._limits.replays else None
         hidden_BE = self._forward(
             decode_forward(sequences, rows=rows, page_tokens=self._storage.page_tokens, device=self._device),
             [Span(sequence, sequence.computed, sequence.computed + 1) for sequence in sequences],

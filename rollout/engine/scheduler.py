@@ -61,10 +61,11 @@ class Limits:
     max_running: int
     """Sequences that hold pages and run or restore."""
     chunk_tokens: int
-    """Longest prefill chunk of one sequence; in deterministic mode chunks end at multiples of it."""
+    """Longest prefill chunk of one sequence; where history is replayed chunks end at multiples of it."""
     prefill_tokens: int
     """Prompt tokens of all chunks together."""
-    deterministic: bool
+    replays: bool
+    """Deterministic mode with kernels whose bits depend on the batch: what is recomputed is run as it was at first."""
 
 
 class Scheduler:
@@ -251,8 +252,8 @@ class Scheduler:
 
     @property
     def _unit(self) -> int:
-        """Prefixes of a prompt are reused in multiples of this: whole pages; in deterministic mode whole chunks."""
-        return self._limits.chunk_tokens if self._limits.deterministic else self._cache.page_tokens
+        """Prefixes of a prompt are reused in multiples of this: whole pages; where history is replayed whole chunks."""
+        return self._limits.chunk_tokens if self._limits.replays else self._cache.page_tokens
 
     def _sibling_computes(self, sequence: Sequence, end: int) -> bool:
         """Whether a running prefill is about to write positions up to `end` that this sequence could reuse."""
@@ -273,11 +274,11 @@ class Scheduler:
                 break
             start = sequence.computed
             length = self._limits.chunk_tokens
-            if self._limits.deterministic:
+            if self._limits.replays:
                 length -= start % length
             else:
                 length = min(length, budget)
             end = min(start + length, sequence.prefill_end)
             chunks.append(Chunk(sequence=sequence, start=start, end=end))
-            budget -= self._limits.chunk_tokens if self._limits.deterministic else end - start
+            budget -= self._limits.chunk_tokens if self._limits.replays else end - start
         return tuple(chunks)

@@ -1,7 +1,7 @@
 """A trajectory while an engine runs it. Integers and lists only, no torch.
 
 A sequence of n tokens has KV for n - 1 once it decodes: the last token is fed by the next step.
-`computed` counts the positions with KV. In deterministic mode prompt positions are only ever written
+`computed` counts the positions with KV. Where history is replayed prompt positions are only ever written
 by prefill and output positions by decode steps, so a recomputation replays history; and since bits depend
 on which of the two wrote them, the prefix tree knows output positions there by other ids than prompt ones.
 """
@@ -31,7 +31,6 @@ class Sequence:
         "assignment",
         "chain",
         "computed",
-        "deterministic",
         "holding",
         "image",
         "kv_seen",
@@ -39,6 +38,7 @@ class Sequence:
         "max_total",
         "names",
         "prompt_tokens",
+        "replays",
         "restoring",
         "slice_total",
         "status",
@@ -53,7 +53,7 @@ class Sequence:
         *,
         eos_ids: tuple[int, ...],
         max_context: int,
-        deterministic: bool,
+        replays: bool,
         names: PageNames,
         weights_id: str,
     ) -> None:
@@ -63,7 +63,7 @@ class Sequence:
         self.tokens = array("i", [*assignment.prompt_ids, *assignment.output.ids])
         self.names = names
         self.weights_id = weights_id
-        self.deterministic = deterministic
+        self.replays = replays
         self.max_total = min(max_context, len(assignment.prompt_ids) + sampling.max_new_tokens)
         self.stop_ids = frozenset(sampling.stop_token_ids) | (
             frozenset() if sampling.ignore_eos else frozenset(eos_ids)
@@ -108,13 +108,13 @@ class Sequence:
 
     @property
     def prefill_end(self) -> int:
-        """Positions that prefill writes: the prompt; outside deterministic mode everything known."""
-        return self.prompt_tokens if self.deterministic else len(self.tokens)
+        """Positions that prefill writes: the prompt; elsewhere everything known."""
+        return self.prompt_tokens if self.replays else len(self.tokens)
 
     @property
     def needs_prefill(self) -> bool:
         """Whether the next position is for prefill: not if a decode step can feed the last token."""
-        if self.deterministic:
+        if self.replays:
             return self.computed < self.prompt_tokens
         missing = len(self.tokens) - self.computed
         return missing > 1 or (missing == 1 and not self.computed)
@@ -137,7 +137,7 @@ class Sequence:
 
     def key_of(self, tokens: int) -> bytes:
         """The first `tokens` positions as the prefix tree knows them."""
-        if not self.deterministic or tokens <= self.prompt_tokens:
+        if not self.replays or tokens <= self.prompt_tokens:
             return self.tokens[:tokens].tobytes()
         decoded = array("i", [~token for token in self.tokens[self.prompt_tokens : tokens]])
         return self.tokens[: self.prompt_tokens].tobytes() + decoded.tobytes()

@@ -75,7 +75,7 @@ def _worth_loading(sequence: Sequence, left: Kept | None, rates: Rates, tokens: 
     What was told to stay on the host is, and so is what only decode steps may write: they take one token a step.
     """
     kept = left is not None and left.tier is Tier.HOST
-    replayed = sequence.deterministic and end > sequence.prompt_tokens
+    replayed = sequence.replays and end > sequence.prompt_tokens
     return kept or replayed or rates.worth_loading(tokens)
 
 

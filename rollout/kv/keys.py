@@ -1,8 +1,9 @@
 """Names of KV pages: a hash chain over everything a page's bytes depend on.
 
 key(page) = H(key(parent page), weights_id, token ids); the root is H(fingerprint), where the fingerprint
-covers architecture, dtype, page size, layout and kernels. Two pages of one name hold the same KV: in
-deterministic mode bit for bit, so there a page that decode steps wrote is named apart from a prefilled one.
+covers architecture, dtype, page size, layout and kernels. Two pages of one name hold the same KV, in
+deterministic mode bit for bit: so where history is replayed a page that decode steps wrote is named apart from a
+prefilled one.
 """
 
 import hashlib
