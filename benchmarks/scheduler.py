@@ -1,19 +1,24 @@
 """What a step of the engine costs beside the model, at 1, 64, 256 and 1,024 running sequences.
 
-An engine decodes full batches; no Ray. The time of `Engine.step` is told apart into parts: `model` is what the runner
-calls to compute (the decoder's forward, its logits, the sampler), and all the rest is overhead. `runner` and `rest` are
-what is in no other part. Contexts of different lengths grow by a page in different steps, so some do in every step;
-each figure is a median of `steps` steps, behind `warm_steps` that do not count.
+An engine decodes full batches; no Ray, but a process of its own, set up as a worker's is: bound to `cpus` cores, and
+torch asks for huge pages. The time of `Engine.step` is told apart into parts: `model` is what runs in the native
+library (forward, logits, sampling), and all the rest is overhead, all of our Python in the step included; `prepare` of
+that is what the decoder and the sampler do around these calls. Without native kernels (`results.kernels`) the model is
+the decoder and the sampler as a whole. `runner` and `rest` are what is in no other part. Contexts of different lengths
+grow by a page in different steps, so some do in every step; each figure is a median of `steps` steps, behind
+`warm_steps` that do not count.
 
-Up to `real_sequences` sequences the model is SmolLM2 on `cpus` threads, all prompts differ, and
-`ratios.overhead_b<n>` is the share of the median step outside the model. With more it is a stand-in of one small layer
-(`standin`), prompts are shared by groups of `samples`, and only milliseconds are told. `results.plan_1024_ms` is
-`Scheduler.plan` at the largest size: the worse of two medians, of all steps and of those in which every sequence but
-each group's first needs a page (`plan_1024_all_grow_ms`: there the contexts are of one length).
+Up to `real_sequences` sequences the model is SmolLM2 on `cpus` threads, all prompts differ, and `ratios.overhead_b<n>`
+is the share of the median step outside the model. With more it is a stand-in of one small layer (`standin`), prompts
+are shared by groups of `samples`, and only milliseconds are told. `results.plan_1024_ms` is `Scheduler.plan` at the
+largest size: the worse of two medians, of all steps and of those in which every sequence but each group's first needs a
+page (`plan_1024_all_grow_ms`: there the contexts are of one length).
 """
 
 import contextlib
+import os
 import random
+import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -28,15 +33,19 @@ from pydantic import Field, PositiveInt
 
 from benchmarks.measure import in_ms, percentile
 from benchmarks.moves import CHECKOUT
+from benchmarks.peer import Peer
+from benchmarks.peers.protocol import Prepared, serve
 from benchmarks.standin import StandIn
 from rollout.config import EngineConfig, HostConfig, ModelConfig, Section
 from rollout.control.messages import Assignment
 from rollout.engine import runner
 from rollout.engine.assembly import assemble
 from rollout.engine.engine import Engine
+from rollout.engine.kernels import choose_kernel
 from rollout.engine.scheduler import Scheduler
 from rollout.errors import ModelNotFoundError
 from rollout.model.spec import read_spec
+from rollout.native.library import Kernels
 from rollout.types import Columns, SamplingParams, TrajectoryId, Version
 
 PARTS: dict[str, tuple[tuple[Any, str], ...]] = {
@@ -47,7 +56,8 @@ PARTS: dict[str, tuple[tuple[Any, str], ...]] = {
 }
 """Calls that are timed, beside those of the `model`; whoever renames one of them renames it here."""
 
-
+NATIVE: tuple[tuple[Any, str], ...] = ((Kernels, "forward"), (Kernels, "logits"), (Kernels, "sample"))
+TIMEOUT_S = 3600.0
 PAGE_TOKENS = 16
 OWN_TOKENS = 20
 """At the end of each prompt."""
@@ -81,21 +91,22 @@ class Parts:
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
-        self._within = False
+        self._within: str | None = None
 
     def timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Counts calls of `function` that do not come from a part themselves."""
+        """Counts calls of `function`, for the innermost part only."""
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if self._within:
-                return function(*args, **kwargs)
-            self._within = True
+            around, self._within = self._within, part
             begin = time.perf_counter()
             try:
                 return function(*args, **kwargs)
             finally:
-                self.seconds[part] += time.perf_counter() - begin
-                self._within = False
+                seconds = time.perf_counter() - begin
+                self.seconds[part] += seconds
+                if around is not None:
+                    self.seconds[around] -= seconds
+                self._within = around
 
         return wrapper
 
@@ -103,9 +114,10 @@ class Parts:
     def attached(self, engine: Engine) -> Iterator[None]:
         """Times the parts of every engine with this one's decoder and sampler."""
         decoder, sampler = type(engine._runner._decoder), type(engine._runner._sampler)
-        model = ((decoder, "forward"), (decoder, "logits"), (sampler, "sample"))
+        around = ((decoder, "forward"), (decoder, "logits"), (sampler, "sample"))
+        computing = {"model": NATIVE, "prepare": around} if _native(engine) else {"model": around}
         with contextlib.ExitStack() as stack:
-            for part, calls in {"model": model, **PARTS}.items():
+            for part, calls in {**computing, **PARTS}.items():
                 for owner, name in calls:
                     patch = mock.patch.object(owner, name, self.timed(part, getattr(owner, name)))
                     stack.enter_context(patch)
@@ -114,14 +126,17 @@ class Parts:
 
     def _run(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            inside = self.seconds["model"] + self.seconds["batch"]
+            inside = self._inside()
             begin = time.perf_counter()
             result = function(*args, **kwargs)
-            inside = self.seconds["model"] + self.seconds["batch"] - inside
+            inside = self._inside() - inside
             self.seconds["runner"] += time.perf_counter() - begin - inside
             return result
 
         return run
+
+    def _inside(self) -> float:
+        return sum(self.seconds[part] for part in ("model", "prepare", "batch"))
 
     def step(self, engine: Engine) -> dict[str, float]:
         """One step of the engine, in seconds: the whole and each part."""
@@ -129,7 +144,7 @@ class Parts:
         begin = time.perf_counter()
         engine.step()
         whole = time.perf_counter() - begin
-        parts = {name: self.seconds[name] for name in ("model", *PARTS, "runner")}
+        parts = {name: self.seconds[name] for name in ("model", "prepare", *PARTS, "runner")}
         overhead = whole - parts["model"]
         return {"step": whole, "overhead": overhead, **parts, "rest": whole - sum(parts.values())}
 
@@ -137,10 +152,27 @@ class Parts:
 def run(settings: Settings) -> tuple[dict[str, Any], dict[str, float]]:
     if not settings.model.is_dir():
         raise ModelNotFoundError(f"model: {settings.model}: no such directory; `make model` puts SmolLM2-135M there")
-    results: dict[str, Any] = {}
+    options = {"cores": sorted(os.sched_getaffinity(0))[: settings.cpus]}
+    with Peer("engine", [sys.executable, "-m", "benchmarks.scheduler"], options) as engine:
+        done = engine.ask("measure", settings=settings.model_dump(mode="json"), timeout_s=TIMEOUT_S)
+        return {"huge_pages": engine.described["huge_pages"], **done["results"]}, done["ratios"]
+
+
+def prepare(options: dict[str, Any]) -> Prepared:
+    """The process with the engine."""
+    torch.set_num_threads(len(options["cores"]))
+
+    def measure(request: dict[str, Any]) -> dict[str, Any]:
+        results, ratios = _measure(Settings.model_validate(request["settings"]))
+        return {"results": results, "ratios": ratios}
+
+    return {}, {"measure": measure}
+
+
+def _measure(settings: Settings) -> tuple[dict[str, Any], dict[str, float]]:
+    kernel = choose_kernel(EngineConfig(device="cpu"), read_spec(settings.model), torch.bfloat16)
+    results: dict[str, Any] = {"kernels": kernel.name}
     ratios: dict[str, float] = {}
-    threads = torch.get_num_threads()
-    torch.set_num_threads(settings.cpus)
     with tempfile.TemporaryDirectory() as directory:
         stand_in = settings.stand_in.write(Path(directory) / "model")
         for size in settings.sizes:
@@ -159,7 +191,6 @@ def run(settings: Settings) -> tuple[dict[str, Any], dict[str, float]]:
         slowest = sorted((step["plan"] for step in aligned), reverse=True)[: settings.steps // PAGE_TOKENS]
         results[f"plan_{largest}_all_grow_ms"] = all_grow_ms = 1e3 * median(slowest)
         results[f"plan_{largest}_ms"] = max(1e3 * median(step["plan"] for step in steps), all_grow_ms)
-    torch.set_num_threads(threads)
     return results, ratios
 
 
@@ -231,3 +262,11 @@ class _NoImages:
 
     def open(self, runs: Any, deadline: float) -> Any:
         raise AssertionError("nothing is restored here")
+
+
+def _native(engine: Engine) -> bool:
+    return engine._runner._decoder.name == "native"
+
+
+if __name__ == "__main__":
+    serve(prepare)

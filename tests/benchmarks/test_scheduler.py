@@ -17,6 +17,7 @@ def test_the_parts_of_a_step_add_up(tmp_path: Path) -> None:
     results, ratios = run(settings)
     assert set(ratios) == {"overhead_b1", "overhead_b4"}
     assert all(0 < ratio < 1 for ratio in ratios.values())
+    assert results["huge_pages"] is True
     for size in settings.sizes:
         parts = results[f"b{size}"]
         assert parts["overhead_ms"] == pytest.approx(parts["step_ms"] - parts["model_ms"], rel=0.5)
