@@ -1,12 +1,14 @@
 """Makes `RESULTS.md` of the files that `rollout bench NAME --json FILE` wrote: `python -m benchmarks.results FILE …`.
 
 Each benchmark has its machine, date and command, all ratios, and all results; those that are tables, and a plot (PNG)
-of the first kind that there is: `tokens_per_s`, or the durations (`…_ms`) of entries that have the same ones. Of two
-files of one benchmark, the later counts. Paths of the machine are left out of commands.
+of the first kind that there is: `tokens_per_s`, or the durations (`…_ms`) of entries that have the same ones. Of one
+benchmark, several files are several sections if labels tell them apart: `intel=FILE`. Paths of the machine are left out
+of commands.
 """
 
 import argparse
 import json
+import re
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +23,7 @@ from rollout.errors import ConfigError
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 RATE = "tokens_per_s"
+LABELLED = re.compile(r"(?P<label>[A-Za-z0-9_-]+)=(?P<file>.+)")
 WORDS = {RATE: "tokens per second", "ms": "milliseconds"}
 TITLE = """# Results
 
@@ -38,13 +41,15 @@ class Table:
     rows: Mapping[str, Mapping[str, float]]
 
 
-def read(files: Sequence[Path]) -> dict[str, dict[str, Any]]:
-    """The latest report of each benchmark, in the order of `files`.
+def read(files: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """The reports in the order of `files`, which may have labels before them, by the names of their sections.
 
-    Raises `ConfigError` for a file that is none.
+    Raises `ConfigError` for a file that is none, and for two of one benchmark that no label tells apart.
     """
     reports: dict[str, dict[str, Any]] = {}
-    for file in files:
+    for each in files:
+        labelled = LABELLED.fullmatch(each)
+        label, file = (labelled["label"], Path(labelled["file"])) if labelled else (None, Path(each))
         try:
             report = json.loads(file.read_text(encoding="utf-8"))
             missing = {"name", "date", "command", "machine", "results", "ratios"} - set(report)
@@ -52,8 +57,10 @@ def read(files: Sequence[Path]) -> dict[str, dict[str, Any]]:
             raise ConfigError(f"{file}: expected a report of rollout bench: {error}") from None
         if missing:
             raise ConfigError(f"{file}: expected a report of rollout bench, which has {', '.join(sorted(missing))}")
-        if report["name"] not in reports or report["date"] > reports[report["name"]]["date"]:
-            reports[report["name"]] = report
+        section = f"{report['name']}-{label}" if label else report["name"]
+        if section in reports:
+            raise ConfigError(f"{file}: a second report of {section}; LABEL=FILE tells those of one benchmark apart")
+        reports[section] = report
     return reports
 
 
@@ -102,7 +109,7 @@ def write(reports: Mapping[str, Mapping[str, Any]], out: Path, about: Mapping[st
         table = find_table(report["results"])
         if table is not None:
             plot(name, table, plots / f"{name}.png")
-        parts.append("\n".join(_section(name, report, table, about.get(name, ""))))
+        parts.append("\n".join(_section(name, report, table, about.get(report["name"], ""))))
     out.write_text("\n".join(parts), encoding="utf-8")
 
 
@@ -173,7 +180,7 @@ def _command(command: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.results", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="what rollout bench --json wrote")
+    parser.add_argument("files", nargs="+", metavar="[LABEL=]FILE", help="what rollout bench --json wrote")
     parser.add_argument("--out", type=Path, default=CHECKOUT / "benchmarks" / "RESULTS.md", metavar="FILE")
     args = parser.parse_args(argv)
     try:

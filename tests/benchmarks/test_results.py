@@ -55,13 +55,22 @@ def test_each_benchmark_has_its_machine_ratios_results_and_plot(tmp_path: Path) 
     assert all((tmp_path / "out" / "results" / name).read_bytes().startswith(PNG) for name in plots)
 
 
-def test_the_later_of_two_reports_counts(tmp_path: Path) -> None:
-    later = report(tmp_path, "radix", {}, date="2030-02-01", speed=2.0)
-    earlier = report(tmp_path, "radix", {}, date="2030-01-01", speed=1.0)
-    assert main([str(later), str(earlier), "--out", str(tmp_path / "RESULTS.md")]) == 0
-    text = (tmp_path / "RESULTS.md").read_text()
-    assert "| `speed` | 2 |" in text
-    assert "2030-01-01" not in text
+def test_two_reports_of_one_benchmark_need_labels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rates = {"tokens_per_s": {"rollout": 2.0, "vllm": 1.0}}
+    plain = report(tmp_path, "decode", rates, date="2030-01-01", speed=1.0)
+    intel = report(tmp_path, "decode", rates, date="2030-02-01", speed=2.0)
+    out = tmp_path / "RESULTS.md"
+    assert main([str(plain), str(intel), "--out", str(out)]) == 2
+    assert "a second report of decode; LABEL=FILE tells" in capsys.readouterr().err
+    assert main([f"intel={plain}", f"intel={intel}", "--out", str(out)]) == 2
+    assert "a second report of decode-intel" in capsys.readouterr().err
+    assert not out.exists()
+    assert main([str(plain), f"intel={intel}", "--out", str(out)]) == 0
+    text = out.read_text()
+    assert "## decode\n\nDecoding at full speed" in text
+    assert "## decode-intel\n\nDecoding at full speed" in text
+    assert text.index("| `speed` | 1 |") < text.index("| `speed` | 2 |")
+    assert sorted(path.name for path in (tmp_path / "results").iterdir()) == ["decode-intel.png", "decode.png"]
 
 
 def test_what_is_plotted_are_rates_or_durations_that_entries_share_or_single_ones() -> None:
