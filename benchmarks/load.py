@@ -36,6 +36,8 @@ class Load(Section):
     """Trajectories that take turns in the batch."""
     prompt_tokens: PositiveInt = 33
     """Of the others."""
+    unmeasured_tokens: PositiveInt = 1000
+    """What a trajectory may decode between the blocks; the pool has room for it."""
 
     def check(self) -> None:
         """Raises `ModelNotFoundError` if the model is not there."""
@@ -53,7 +55,7 @@ def measure_load(load: Load, ratios: dict[str, float]) -> dict[str, Any]:
 def _config(load: Load) -> dict[str, Any]:
     spec = read_spec(load.model)
     token_bytes = 2 * spec.layers * spec.kv_heads * spec.head_dim * 2
-    longest = load.tokens + 3 * load.steps  # the decode steps of both kinds, and those before
+    longest = load.tokens + 2 * load.steps + load.unmeasured_tokens
     return {
         "model": {"path": str(load.model)},
         "engine": {"max_running": load.batch + 1},

@@ -31,8 +31,10 @@ def test_warm_moves_add_up_and_cold_ones_are_beside_them(ray_cluster: None) -> N
 
 
 def test_decoding_is_timed_with_moves_and_without(ray_cluster: None, tmp_path: Path) -> None:
-    model = make_tiny_llama(tmp_path / "llama", num_key_value_heads=4, head_dim=64)
-    load = Load(model=model, batch=3, steps=30, every=10, tokens=60, movers=2, prompt_tokens=5)
+    model = make_tiny_llama(tmp_path / "llama", num_key_value_heads=4, head_dim=64, max_position_embeddings=1 << 16)
+    load = Load(
+        model=model, batch=3, steps=30, every=10, tokens=60, movers=2, prompt_tokens=5, unmeasured_tokens=20_000
+    )
     results, ratios = run(Settings(parts=("load",), load=load))
     assert ratios["decode_slowdown"] > 0
     assert results["load"]["still"]["steps"] == results["load"]["moving"]["steps"] == 30
