@@ -56,6 +56,7 @@ def settings(model: Path, name: str, **sections: Mapping[str, Any]) -> dict[str,
     base: dict[str, dict[str, Any]] = {
         "model": {"path": model, "dtype": "float32"},
         "engine": {
+            "kernels": "torch",  # which replays history, the harder case; native kernels have their own tests
             "max_running": 4,
             "deterministic": True,
             "chunk_tokens": 32,
