@@ -23,6 +23,10 @@ PAGE_TOKENS = 16
 POLL_S = 0.05
 
 
+NEVER_TOKENS = 1 << 15
+"""No trajectory comes so far."""
+
+
 class Settings(Section):
     model: Path = CHECKOUT / "models" / "smollm2-135m"
     """`make model` puts SmolLM2-135M there."""
@@ -55,7 +59,7 @@ def run(settings: Settings) -> tuple[dict[str, Any], dict[str, float]]:
 
 def _measure(service: Rollout, settings: Settings) -> tuple[dict[str, Any], dict[str, float]]:
     prompt = [4 + 7 * position % 250 for position in range(settings.prompt_tokens)]
-    sampling = SamplingParams(max_new_tokens=4 * settings.tokens, ignore_eos=True)
+    sampling = SamplingParams(max_new_tokens=NEVER_TOKENS, ignore_eos=True)
     service.submit([prompt], n=settings.samples, sampling=sampling, key="group")
     first = _suspend(service, settings.tokens)
     stats = service.stats()

@@ -9,7 +9,7 @@ from tests.tiny_models import make_tiny_llama
 def test_a_group_is_stored_with_one_prompt_and_suspended_again_sends_what_is_new(
     ray_cluster: None, tmp_path: Path
 ) -> None:
-    model = make_tiny_llama(tmp_path / "model")
+    model = make_tiny_llama(tmp_path / "model", max_position_embeddings=1 << 16)
     settings = Settings(model=model, dtype="float32", cpus=1, prompt_tokens=1000, tokens=200, name="pool-bytes")
     results, ratios = run(settings)
     assert results["tokens_first"] >= 16 * 200
