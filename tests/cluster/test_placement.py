@@ -27,9 +27,7 @@ UNLIKE = replace(FIRST, worker=WorkerId("worker-2"), fingerprint=Fingerprint("to
 
 def test_workers_with_unlike_kernels_are_refused_in_deterministic_mode() -> None:
     check_alike([FIRST, LIKE], deterministic=True)
-    with pytest.raises(
-        ConfigError, match="between worker-0, worker-1 and worker-2; deterministic mode"
-    ):
+    with pytest.raises(ConfigError, match="between worker-0, worker-1 and worker-2; deterministic mode"):
         check_alike([FIRST, LIKE, UNLIKE], deterministic=True)
 
 
