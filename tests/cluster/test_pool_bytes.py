@@ -16,4 +16,5 @@ def test_a_group_is_stored_with_one_prompt_and_suspended_again_sends_what_is_new
     assert results["displaced_images"] == 0
     assert 1.0 <= ratios["stored_vs_least"] <= 1.05
     assert ratios["sent_again_vs_least"] <= 1.02
-    assert ratios["stored_vs_copies"] < 0.25
+    tokens = results["tokens_first"]  # how many that are depends on how fast the machine is
+    assert ratios["stored_vs_copies"] <= 1.05 * (1000 + tokens) / (16 * 1000 + tokens)
