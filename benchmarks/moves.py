@@ -205,6 +205,7 @@ class Scene:
 
     def _until(self, done: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + TIMEOUT_S
+        time.sleep(POLL_S)  # looking takes time from what is measured
         while not done():
             if time.monotonic() > deadline:
                 raise DeadlineError(f"waited {TIMEOUT_S:g} s for {what}")
