@@ -31,6 +31,9 @@ SAMPLING = SamplingParams(max_new_tokens=160, ignore_eos=True, seed=11)
 PROMPTS = [
     [4 + (position * (7 + 4 * number)) % 300 for position in range(PROMPT_TOKENS)] for number in range(len(KEYS))
 ]
+MIDDLE = 101
+"""Output tokens where a batch is stopped. Its KV ends inside a page, which no prefix tree has: trajectories like these
+may have left all whole pages in the other worker's."""
 IDS = [TrajectoryId(f"{key}/{sample}") for key in KEYS for sample in range(SAMPLES)]
 
 Outputs = dict[TrajectoryId, tuple[tuple[int, ...], tuple[float, ...]]]

@@ -10,6 +10,7 @@ from rollout.client import Rollout
 from rollout.types import AbortReport, FinishReason, Phase, Trajectory, TrajectoryId
 from tests.cluster.scene import (
     IDS,
+    MIDDLE,
     PROMPT_TOKENS,
     PROMPTS,
     SAMPLES,
@@ -49,9 +50,9 @@ def test_held_trajectories_return_their_tokens_and_continue_when_resumed(
     service: Rollout, truth: Outputs, keep: str
 ) -> None:
     before = service.stats().counters
-    with limited(service):
+    with limited(service, MIDDLE):
         submit(service)
-        reached(service, 30)
+        reached(service, MIDDLE)
         report = service.abort(keep=keep, then="hold")
     partials = by_id(report)
     assert set(partials) == set(IDS)

@@ -14,6 +14,7 @@ from rollout.metrics import RolloutCounters
 from rollout.types import TrajectoryId
 from tests.cluster.scene import (
     IDS,
+    MIDDLE,
     Outputs,
     all_in_shared_memory,
     busy,
@@ -46,11 +47,6 @@ def back(service: Rollout, worker: str, killed: int) -> None:
     """Wait until the worker is there again, as another process, and the controller gives it work."""
     eventually(lambda: pids(service).get(worker, killed) != killed)
     eventually(lambda: inside(controller(service), lambda self: self._core._fleet.get(worker) is not None))
-
-
-MIDDLE = 101
-"""Output tokens where a batch is stopped. Its KV ends inside a page, which no prefix tree has: trajectories like these
-may have left all whole pages in the other worker's."""
 
 
 def suspended(service: Rollout) -> None:
