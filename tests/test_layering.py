@@ -42,6 +42,7 @@ TORCH_FREE = (
     "kv.radix",
     "kv.tiered",
     "kv.kept",
+    "kv.holding",
     "kv.cache",
     "kv.keys",
     "kv.sums",

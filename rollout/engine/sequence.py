@@ -11,8 +11,8 @@ from array import array
 from enum import StrEnum
 
 from rollout.control.messages import Assignment
-from rollout.kv.cache import Holding
 from rollout.kv.chain import Chain, ChainValues
+from rollout.kv.holding import Holding
 from rollout.kv.keys import PageNames
 from rollout.types import FinishReason, SequenceKey, TrajectoryId
 

@@ -5,13 +5,13 @@ own. Conservation of each tier, after every operation: `free + tree + private + 
 reserved pages are destinations of a copy that is not complete. `audit` recomputes it from the structures.
 """
 
-from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from rollout.config import NoWrites, WritePolicy, WriteThroughSelective
+from rollout.kv.holding import Holding
 from rollout.kv.kept import Kept, KeptImages
 from rollout.kv.nodes import ID_BYTES, Node
 from rollout.kv.radix import RadixTree
@@ -33,47 +33,6 @@ class Stored:
     host: int
     arriving: bool
     """The next page after the device's is just being loaded for another sequence."""
-
-
-class Holding:
-    """The page table of one sequence."""
-
-    __slots__ = ("_packed", "load_failed", "loads", "node", "owner", "reserved", "shared", "table", "weights_id")
-
-    def __init__(self, owner: TrajectoryId, weights_id: str, node: Node, table: list[int]) -> None:
-        self.owner = owner
-        self.weights_id = weights_id
-        self.node = node
-        self.table = table
-        """To be changed by `append`, `replace` and `clear` only."""
-        self._packed: array[int] | None = None
-        self.shared = len(table)
-        self.reserved = 0
-        """Own pages that a copy is writing to."""
-        self.loads: set[CopyId] = set()
-        """Copies from the host that are under way into its pages."""
-        self.load_failed = False
-        """It has less than was asked for, and can only be closed."""
-
-    @property
-    def packed(self) -> "array[int]":
-        """The table as 32-bit integers, made anew only after it has changed."""
-        if self._packed is None:
-            self._packed = array("i", self.table)
-        return self._packed
-
-    def append(self, pages: Iterable[int]) -> None:
-        self.table += pages
-        self._packed = None
-
-    def replace(self, first: int, stop: int, pages: list[int]) -> None:
-        """`pages` take the place of [first, stop)."""
-        self.table[first:stop] = pages
-        self._packed = None
-
-    def clear(self) -> None:
-        self.table = []
-        self._packed = None
 
 
 class KVCache:

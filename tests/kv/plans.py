@@ -1,7 +1,8 @@
 """Caches whose copies are plans only, with sequences of known tokens."""
 
 from rollout.config import NoWrites, WriteBack, WritePolicy, WriteThrough, WriteThroughSelective
-from rollout.kv.cache import Holding, KVCache, Stored
+from rollout.kv.cache import KVCache, Stored
+from rollout.kv.holding import Holding
 from rollout.kv.kept import FreedPages, Kept
 from rollout.kv.nodes import Node, edge_bytes
 from rollout.kv.tiers import Copy, Residency, Tier

@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
-from rollout.kv.cache import Holding, KVCache
+from rollout.kv.cache import KVCache
+from rollout.kv.holding import Holding
 from rollout.kv.tiers import Tier
 from tests.kv.plans import ANN, BOB, PAGE, THROUGH, filled, land
 

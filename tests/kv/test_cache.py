@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
-from rollout.kv.cache import Holding, KVCache, Stored
+from rollout.kv.cache import KVCache, Stored
+from rollout.kv.holding import Holding
 from rollout.kv.tiers import Residency, Tier
 from tests.kv.plans import (
     ANN,

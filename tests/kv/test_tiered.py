@@ -3,7 +3,8 @@
 import pytest
 
 from rollout.config import WritePolicy
-from rollout.kv.cache import Holding, KVCache, Stored
+from rollout.kv.cache import KVCache, Stored
+from rollout.kv.holding import Holding
 from rollout.kv.tiers import Residency, Tier
 from tests.kv.plans import (
     ANN,

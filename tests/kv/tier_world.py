@@ -5,8 +5,9 @@ page that anybody may read holds what the model of `contents` says, every page t
 """
 
 from rollout.config import WritePolicy
-from rollout.kv.cache import Holding, KVCache, Stored
+from rollout.kv.cache import KVCache, Stored
 from rollout.kv.fence import Passed
+from rollout.kv.holding import Holding
 from rollout.kv.kept import Kept
 from rollout.kv.nodes import edge_bytes
 from rollout.kv.tiers import Tier

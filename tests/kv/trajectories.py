@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.kv.cache import Holding
+from rollout.kv.holding import Holding
 from rollout.kv.kept import Kept
 from rollout.kv.tiers import PageRef
 from rollout.types import TrajectoryId

@@ -43,8 +43,8 @@ class Team {
         busy_.clear(std::memory_order_release);
     }
 
-    // The first of `count` pieces that nobody else has.
-    int claim(int count = 1) { return claimed_.fetch_add(count, std::memory_order_relaxed); }
+    // The first piece that nobody else has.
+    int claim() { return claimed_.fetch_add(1, std::memory_order_relaxed); }
 
     // Calls piece(i) for 0 <= i < n, each on whichever thread comes first, and waits for all.
     template <class F>
