@@ -8,11 +8,12 @@ from typing import Any
 
 from pydantic import PositiveInt
 
+from benchmarks.checkout import SMOLLM2, require_model
 from benchmarks.measure import percentile
-from benchmarks.moves import CHECKOUT, TIMEOUT_S, Scene
+from benchmarks.moves import TIMEOUT_S, Scene
 from benchmarks.tracing import Mark
 from rollout.config import Section
-from rollout.errors import DeadlineError, ModelNotFoundError
+from rollout.errors import DeadlineError
 from rollout.model.spec import read_spec
 
 POLL_S = 0.05
@@ -20,7 +21,7 @@ WARM_STEPS = 10
 
 
 class Load(Section):
-    model: Path = CHECKOUT / "models" / "smollm2-135m"
+    model: Path = SMOLLM2
     """What decodes; `make model` puts SmolLM2-135M there."""
     cpus: PositiveInt = 1
     """Cores, and threads, of the worker."""
@@ -41,10 +42,7 @@ class Load(Section):
 
     def check(self) -> None:
         """Raises `ModelNotFoundError` if the model is not there."""
-        if not self.model.is_dir():
-            raise ModelNotFoundError(
-                f"load.model: {self.model}: no such directory; `make model` puts SmolLM2-135M there"
-            )
+        require_model("load.model", self.model)
 
 
 def measure_load(load: Load, ratios: dict[str, float]) -> dict[str, Any]:

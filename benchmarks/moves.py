@@ -15,13 +15,13 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 from unittest import mock
 
 import ray
 
+from benchmarks.checkout import CHECKOUT
 from benchmarks.tracing import Mark, Trace, TracedPool, TracedWorker
 from rollout.client import AsyncRollout, Rollout
 from rollout.cluster import launch, pool
@@ -29,7 +29,6 @@ from rollout.config import load_config
 from rollout.errors import DeadlineError
 from rollout.types import SamplingParams
 
-CHECKOUT = Path(__file__).resolve().parent.parent
 TIMEOUT_S = 300.0
 POLL_S = 0.05
 SETTLE_S = 0.05

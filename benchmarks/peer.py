@@ -14,14 +14,13 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from benchmarks.checkout import CHECKOUT
 from rollout.cluster.launch import HUGE_PAGES
 from rollout.errors import DeadlineError, RolloutError
 
-CHECKOUT = Path(__file__).resolve().parent.parent
 START_S = 900.0
 """Seconds to import, load and compile; a first compilation takes minutes."""
 ANSWER_S = 600.0

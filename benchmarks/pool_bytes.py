@@ -12,12 +12,12 @@ from typing import Any, Literal
 
 from pydantic import PositiveInt
 
+from benchmarks.checkout import SMOLLM2, require_model
 from rollout import SamplingParams, start
 from rollout.client import Rollout
 from rollout.config import Section
-from rollout.errors import DeadlineError, ModelNotFoundError
+from rollout.errors import DeadlineError
 
-CHECKOUT = Path(__file__).resolve().parent.parent
 TIMEOUT_S = 600.0
 PAGE_TOKENS = 16
 POLL_S = 0.05
@@ -28,7 +28,7 @@ NEVER_TOKENS = 1 << 15
 
 
 class Settings(Section):
-    model: Path = CHECKOUT / "models" / "smollm2-135m"
+    model: Path = SMOLLM2
     """`make model` puts SmolLM2-135M there."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Of the model and its KV."""
@@ -45,8 +45,7 @@ class Settings(Section):
 
 
 def run(settings: Settings) -> tuple[dict[str, Any], dict[str, float]]:
-    if not settings.model.is_dir():
-        raise ModelNotFoundError(f"model: {settings.model}: no such directory; `make model` puts SmolLM2-135M there")
+    require_model("model", settings.model)
     config = {
         "model": {"path": str(settings.model), "dtype": settings.dtype},
         "engine": {"max_running": settings.samples, "page_tokens": PAGE_TOKENS},

@@ -18,10 +18,10 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from benchmarks.checkout import CHECKOUT
 from rollout.cli.bench import find_benchmarks
 from rollout.errors import ConfigError
 
-CHECKOUT = Path(__file__).resolve().parent.parent
 RATE = "tokens_per_s"
 LABELLED = re.compile(r"(?P<label>[A-Za-z0-9_-]+)=(?P<file>.+)")
 WORDS = {RATE: "tokens per second", "ms": "milliseconds"}

@@ -26,13 +26,13 @@ from typing import Any, Self
 
 from pydantic import ByteSize, PositiveInt
 
+from benchmarks.checkout import SMOLLM2, require_model
 from benchmarks.measure import MemoryCopy, Repeats, in_ms, medians
 from benchmarks.moves import SETTLE_S, TIMEOUT_S, Scene
-from benchmarks.peer import CHECKOUT, Peer
+from benchmarks.peer import Peer
 from benchmarks.sides import OpenMP, bound
 from benchmarks.workload import Prompts, Vocabulary, Workload
 from rollout.config import Section
-from rollout.errors import ModelNotFoundError
 from rollout.model.spec import read_spec
 from rollout.types import Resume
 
@@ -47,7 +47,7 @@ COPY_FIXED_S = 5e-3
 
 
 class Settings(Section):
-    model: Path = CHECKOUT / "models" / "smollm2-135m"
+    model: Path = SMOLLM2
     """`make model` puts SmolLM2-135M there."""
     cpus: PositiveInt = 2
     """Cores, and threads, of each side."""
@@ -66,8 +66,7 @@ class Settings(Section):
 
 
 def run(settings: Settings, peer_python: Path | None) -> tuple[dict[str, Any], dict[str, float]]:
-    if not settings.model.is_dir():
-        raise ModelNotFoundError(f"model: {settings.model}: no such directory; `make model` puts SmolLM2-135M there")
+    require_model("model", settings.model)
     with bound(settings.cpus) as cores, ExitStack() as stack:
         theirs = stack.enter_context(_Theirs(settings, peer_python, cores)) if peer_python is not None else None
         results = _ours(settings, theirs)

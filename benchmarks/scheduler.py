@@ -31,8 +31,8 @@ from unittest import mock
 import torch
 from pydantic import Field, PositiveInt
 
+from benchmarks.checkout import SMOLLM2, require_model
 from benchmarks.measure import in_ms, percentile
-from benchmarks.moves import CHECKOUT
 from benchmarks.peer import Peer
 from benchmarks.peers.protocol import Prepared, serve
 from benchmarks.standin import StandIn
@@ -43,7 +43,6 @@ from rollout.engine.assembly import assemble
 from rollout.engine.engine import Engine
 from rollout.engine.kernels import choose_kernel
 from rollout.engine.scheduler import Scheduler
-from rollout.errors import ModelNotFoundError
 from rollout.model.spec import read_spec
 from rollout.native.library import Kernels
 from rollout.types import Columns, SamplingParams, TrajectoryId, Version
@@ -64,7 +63,7 @@ OWN_TOKENS = 20
 
 
 class Settings(Section):
-    model: Path = CHECKOUT / "models" / "smollm2-135m"
+    model: Path = SMOLLM2
     """What decodes small batches; `make model` puts SmolLM2-135M there."""
     cpus: PositiveInt = 2
     """Threads of the model."""
@@ -150,8 +149,7 @@ class Parts:
 
 
 def run(settings: Settings) -> tuple[dict[str, Any], dict[str, float]]:
-    if not settings.model.is_dir():
-        raise ModelNotFoundError(f"model: {settings.model}: no such directory; `make model` puts SmolLM2-135M there")
+    require_model("model", settings.model)
     options = {"cores": sorted(os.sched_getaffinity(0))[: settings.cpus]}
     with Peer("engine", [sys.executable, "-m", "benchmarks.scheduler"], options) as engine:
         done = engine.ask("measure", settings=settings.model_dump(mode="json"), timeout_s=TIMEOUT_S)

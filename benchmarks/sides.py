@@ -19,14 +19,15 @@ from typing import Any, Literal
 import torch
 from pydantic import Field, PositiveInt
 
-from benchmarks.peer import CHECKOUT, Peer, PeerError, PeerUnavailableError
+from benchmarks.checkout import SMOLLM2, require_model
+from benchmarks.peer import Peer, PeerError, PeerUnavailableError
 from benchmarks.usage import memory_peak, used_seconds
 from benchmarks.workload import Generated, Prompts, Side
 from rollout import SamplingParams, start
 from rollout.client import Rollout
 from rollout.cluster.launch import HUGE_PAGES
 from rollout.config import Section
-from rollout.errors import ConfigError, DeadlineError, ModelNotFoundError
+from rollout.errors import ConfigError, DeadlineError
 from rollout.model.spec import weight_files
 
 TIMEOUT_S = 600.0
@@ -40,7 +41,7 @@ TRIAL: Prompts = [[10, 11, 12, 13]] * 2
 
 
 class Sides(Section):
-    model: Path = CHECKOUT / "models" / "smollm2-135m"
+    model: Path = SMOLLM2
     """`make model` puts SmolLM2-135M there."""
     cpus: PositiveInt = 2
     """Cores, and threads, of each side."""
@@ -57,10 +58,7 @@ class Sides(Section):
 
     def check(self) -> None:
         """Raises `ModelNotFoundError`, or `ConfigError` if there are not enough cores."""
-        if not self.model.is_dir():
-            raise ModelNotFoundError(
-                f"sides.model: {self.model}: no such directory; `make model` puts SmolLM2-135M there"
-            )
+        require_model("sides.model", self.model)
         allowed = len(os.sched_getaffinity(0))
         if self.cpus > allowed:
             raise ConfigError(f"sides.cpus: got {self.cpus}, and this process may use {allowed}")
