@@ -7,6 +7,7 @@ effect at once, without another forward; what the sequence leaves is then one of
 
 import math
 import time
+from collections.abc import Callable
 
 from rollout.control.messages import (
     Admitted,
@@ -19,16 +20,14 @@ from rollout.control.messages import (
     WorkerEvent,
 )
 from rollout.engine.images import Images
+from rollout.engine.interface import Draw, ImageRestorer, ModelRunner, PageCopier
 from rollout.engine.rates import Rates
-from rollout.engine.runner import Draw, Runner
 from rollout.engine.scheduler import Admission, Plan, Scheduler
 from rollout.engine.sequence import Sequence, Status
 from rollout.errors import DeadlineError, InvalidPromptError, KVError, PromptTooLongError, SegmentError
 from rollout.kv.cache import KVCache
-from rollout.kv.copier import Copier
 from rollout.kv.fence import Fence
 from rollout.kv.keys import PageKey, PageNames
-from rollout.kv.restore import Restorer
 from rollout.kv.tiers import PageRef, Tier
 from rollout.metrics import EngineStats
 from rollout.types import Columns, Keep, NodeId, SegmentId, SequenceKey, Version
@@ -40,12 +39,12 @@ class Engine:
     def __init__(
         self,
         *,
-        runner: Runner,
+        runner: ModelRunner,
         scheduler: Scheduler,
         cache: KVCache,
         images: Images,
-        copier: Copier,
-        restorer: Restorer,
+        copier: PageCopier,
+        restorer: ImageRestorer,
         rates: Rates,
         root: PageKey,
         vocab_size: int,
@@ -54,6 +53,7 @@ class Engine:
         replays: bool,
         weights_id: str,
         version: Version,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         assert cache.pages_for(max_context) <= cache.total, (max_context, cache.total)
         self._runner = runner
@@ -70,6 +70,7 @@ class Engine:
         self._replays = replays
         self._weights_id = weights_id
         self._version = version
+        self._clock = clock
         self._sequences: dict[SequenceKey, Sequence] = {}
         self._admissions: dict[SequenceKey, tuple[Admission, float]] = {}
         """Of sequences that wait for copies, with when that began."""
@@ -135,7 +136,7 @@ class Engine:
 
     def keep(self, key: SequenceKey, where: Keep) -> None:
         """Leave a parked or recalled image on this worker (DEVICE or HOST); nothing happens if it is not here."""
-        self._events += self._images.keep(key, where, time.monotonic())
+        self._events += self._images.keep(key, where, self._clock())
         self._start_copies()
 
     def recall(self, key: SequenceKey) -> None:
@@ -148,7 +149,7 @@ class Engine:
 
     def expire(self) -> None:
         """Free what was held for long enough; to be called now and then, idle or not."""
-        self._cache.kept.expire(time.monotonic())
+        self._cache.kept.expire(self._clock())
 
     def sources(self, key: SequenceKey) -> tuple[tuple[PageRef, ...], Fence]:
         """Pages of a parked or recalled image, and what must have been computed before they are read.
@@ -235,8 +236,8 @@ class Engine:
             if sequence.restoring or sequence.pages.loads:
                 continue
             del self._admissions[key]
-            self._restored(admission, time.monotonic() - began)
-        self._events += self._images.poll(time.monotonic())
+            self._restored(admission, self._clock() - began)
+        self._events += self._images.poll(self._clock())
 
     def _restored(self, admission: Admission, seconds: float) -> None:
         sequence = admission.sequence
@@ -263,7 +264,7 @@ class Engine:
             if sequence.status is not Status.RESTORING:
                 self._tell_admitted(admission)
                 continue
-            self._admissions[sequence.key] = (admission, time.monotonic())
+            self._admissions[sequence.key] = (admission, self._clock())
             if sequence.restoring:
                 image = sequence.image
                 assert image is not None

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rollout.attention.interface import PrefillBatch
 from rollout.engine.batch import Forward, decode_forward, prefill_forward
+from rollout.engine.interface import Draw
 from rollout.engine.sampling import Sampler, SamplingBatch
 from rollout.engine.scheduler import Chunk, Limits, Plan
 from rollout.engine.sequence import Sequence
@@ -21,14 +22,6 @@ from rollout.kv.fence import Fence
 from rollout.kv.storage import KVStorage
 from rollout.kv.tiers import Tier
 from rollout.model.decoder import Decoder
-
-
-class Draw(NamedTuple):
-    """A token sampled after everything that `sequence` knows."""
-
-    sequence: Sequence
-    token: int
-    logprob: float
 
 
 class Span(NamedTuple):
@@ -50,6 +43,8 @@ class Runner:
         self._device = storage.pages.device
         self.prefill_s: float | None = None
         """What the prefill of the last plan took, if that is known: on CUDA it is if something was sampled."""
+        self.decode_s: float | None = None
+        """What its decode step took, likewise: not if there was a prefill before it that may not be over."""
 
     @property
     def canary(self) -> bool:
@@ -73,14 +68,18 @@ class Runner:
         """Compute the KV of the plan's positions; draw where they reach the end of what is known."""
         draws: list[Draw] = []
         alone = self._limits.replays
-        self.prefill_s = None
+        self.prefill_s = self.decode_s = None
         start = time.perf_counter()
         for chunks in ([chunk] for chunk in plan.prefill) if alone else [plan.prefill] if plan.prefill else []:
             draws += self._prefill(chunks)
-        if plan.prefill and (draws or self._device.type == "cpu"):
-            self.prefill_s = time.perf_counter() - start
+        prefilled = time.perf_counter()
+        over = bool(draws) or self._device.type == "cpu"
+        if plan.prefill and over:
+            self.prefill_s = prefilled - start
         if plan.decode:
             draws += self._decode(plan.decode)
+            if over or not plan.prefill:
+                self.decode_s = time.perf_counter() - prefilled
         return draws
 
     def _prefill(self, chunks: Seq[Chunk]) -> list[Draw]:
