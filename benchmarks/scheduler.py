@@ -37,7 +37,7 @@ from benchmarks.peer import Peer
 from benchmarks.peers.protocol import Prepared, serve
 from benchmarks.standin import StandIn
 from rollout.config import EngineConfig, HostConfig, ModelConfig, Section
-from rollout.control.messages import Assignment
+from rollout.control.messages import Assignment, Watch
 from rollout.engine import runner
 from rollout.engine.assembly import assemble
 from rollout.engine.engine import Engine
@@ -221,7 +221,7 @@ def _assignment(index: int, prompt: tuple[int, ...]) -> Assignment:
         output=Columns(),
         sampling=SamplingParams(max_new_tokens=1 << 12, ignore_eos=True),
         seed=index,
-        slice_tokens=None,
+        watch=Watch(),
         max_context=1 << 12,
         image=None,
         kv_tokens=0,

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollout.config import Config
-from rollout.control.messages import WorkerEvent
+from rollout.control.messages import WorkerEvent, WorkerFacts
 from rollout.kv.keys import Fingerprint
 from rollout.text import TokenizerFiles
 from rollout.types import NodeId, WorkerId
@@ -38,6 +38,8 @@ class Batch:
     silent_s: float
     """Seconds since the engine's thread last went round."""
     events: tuple[WorkerEvent, ...]
+    facts: WorkerFacts | None = None
+    """As of the last event or later; None before the model is loaded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ import torch
 
 from rollout.cluster.description import Batch, WorkerDescription
 from rollout.cluster.exports import Exports
-from rollout.config import Config
+from rollout.config import Config, Memory
 from rollout.control.messages import Assignment, Failed, Moved, Parked, Sampled, WorkerEvent
 from rollout.engine.assembly import assemble
 from rollout.errors import DeadlineError, RequestError
@@ -73,6 +73,7 @@ class Host:
             wake=self._wake,
             weights_id=self._weights_id,
             version=Version(0),
+            memory=next((policy for policy in config.abort.policies if isinstance(policy, Memory)), None),
         )
         self._engine = assembled.engine
         self._storage = assembled.storage
@@ -95,6 +96,10 @@ class Host:
         self._unacknowledged: Batch | None = None
         self.stats = self._snapshot()
         """As of the engine's last step."""
+        self.facts = self._engine.facts()
+        """As of the last event that is more than a token, or later."""
+        self._facts_told = False
+        """`poll` has returned them: they may be taken again."""
         self._went_round = time.monotonic()
         threading.Thread(target=self._run, name="engine", daemon=True).start()
 
@@ -116,6 +121,13 @@ class Host:
 
     def recall(self, key: SequenceKey) -> None:
         self._inbox.put(lambda: self._engine.recall(key))
+
+    def pause(self) -> None:
+        """Run no step until `unpause`; everything else goes on."""
+        self._inbox.put(self._engine.pause)
+
+    def unpause(self) -> None:
+        self._inbox.put(self._engine.unpause)
 
     def audit(self, timeout_s: float) -> str | None:
         """What is wrong with the page accounting, recomputed by the engine's thread between two steps.
@@ -161,7 +173,9 @@ class Host:
                 number=acknowledged + 1,
                 silent_s=time.monotonic() - self._went_round,
                 events=_merged(events),
+                facts=self.facts,
             )
+            self._facts_told = True
         return batch
 
     def export(self, key: SequenceKey, first: int, stop: int) -> tuple[Manifest, list[Buffer]]:
@@ -202,6 +216,8 @@ class Host:
                 if not self._engine.idle:
                     self._tell(self._engine.step())
                 self.stats = self._snapshot()
+                if self._facts_told:
+                    self._take_facts()
         except BaseException:
             logger.exception("worker %s: the engine failed; its process ends", self._worker)
             os._exit(1)
@@ -240,12 +256,18 @@ class Host:
                 pages, fence = self._engine.sources(key) if event.kv_tokens else ((), self._storage.fence())
                 expired = partial(self._engine.release, key)
                 self._exports.open(key, pages, event.kv_tokens, fence, deadline, expired)
+        pressing = not all(isinstance(event, Sampled) for event in events)
+        if pressing:
+            self._take_facts()
         with self._changed:
-            pressing = not all(isinstance(event, Sampled) for event in events)
             if pressing or not self._outbox:
                 self._changed.notify()
             self._outbox += events
             self._pressing |= pressing
+
+    def _take_facts(self) -> None:
+        self._facts_told = False
+        self.facts = self._engine.facts()
 
     def _wake(self) -> None:
         self._inbox.put(None)

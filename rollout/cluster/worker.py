@@ -74,6 +74,17 @@ class Worker:
         if host := self._addressed(incarnation):
             host.recall(key)
 
+    @ray.method(concurrency_group="control")
+    def pause(self, incarnation: str) -> None:
+        """Run no step until `unpause`; commands are obeyed all the same."""
+        if host := self._addressed(incarnation):
+            host.pause()
+
+    @ray.method(concurrency_group="control")
+    def unpause(self, incarnation: str) -> None:
+        if host := self._addressed(incarnation):
+            host.unpause()
+
     @ray.method(concurrency_group="data")
     def audit(self, timeout_s: float) -> str | None:
         """What is wrong with the page accounting, recomputed from the structures. Raises `DeadlineError`."""

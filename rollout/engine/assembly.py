@@ -2,13 +2,14 @@
 
 import hashlib
 import json
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from rollout.config import EngineConfig, HostConfig, ModelConfig
+from rollout.config import EngineConfig, HostConfig, Memory, ModelConfig
 from rollout.engine.engine import Engine
 from rollout.engine.images import Images
 from rollout.engine.kernels import Kernel, choose_kernel, make_decoder
@@ -54,8 +55,9 @@ def assemble(
     wake: Callable[[], None],
     weights_id: str,
     version: Version,
+    memory: Memory | None = None,
 ) -> Assembled:
-    """Load the model and build an engine around it.
+    """Load the model and build an engine around it, which parks sequences by itself when `memory` says so.
 
     Raises `ConfigError` for a device that is not there and for what does not fit together.
     """
@@ -83,6 +85,7 @@ def assemble(
         chunk_tokens=kernel.chunk_tokens,
         prefill_tokens=config.prefill_tokens,
         replays=replays,
+        spare_pages=math.ceil(memory.free_share * pages) if memory is not None else 0,
     )
     fingerprint = _fingerprint(config, spec, model.dtype, decoder, kernel)
     cache = KVCache(

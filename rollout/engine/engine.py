@@ -18,6 +18,7 @@ from rollout.control.messages import (
     RestoreFailed,
     Sampled,
     WorkerEvent,
+    WorkerFacts,
 )
 from rollout.engine.images import Images
 from rollout.engine.interface import Draw, ImageRestorer, ModelRunner, PageCopier
@@ -30,7 +31,7 @@ from rollout.kv.fence import Fence
 from rollout.kv.keys import PageKey, PageNames
 from rollout.kv.tiers import PageRef, Tier
 from rollout.metrics import EngineStats
-from rollout.types import Columns, Keep, NodeId, SegmentId, SequenceKey, Version
+from rollout.types import AbortReason, Columns, FinishReason, Keep, NodeId, SegmentId, SequenceKey, Version
 
 
 class Engine:
@@ -77,6 +78,7 @@ class Engine:
         self._events: list[WorkerEvent] = []
         self.blocked = False
         """The last step could run nothing: only a command or a completed copy changes that."""
+        self._paused = False
         self._steps = 0
         self._prefilled = 0
         self._decoded = 0
@@ -100,6 +102,11 @@ class Engine:
             )
         if not prompt or not all(0 <= token < self._vocab_size for token in prompt):
             raise InvalidPromptError(f"{assignment.trajectory_id}: token ids must be in 0 … {self._vocab_size - 1}")
+        output = assignment.output
+        if output.sampled < len(output) and not 0 <= min(output.ids) <= max(output.ids) < self._vocab_size:
+            raise InvalidPromptError(
+                f"{assignment.trajectory_id}: appended token ids must be in 0 … {self._vocab_size - 1}"
+            )
         sequence = Sequence(
             assignment,
             eos_ids=self._eos_ids,
@@ -151,6 +158,13 @@ class Engine:
         """Free what was held for long enough; to be called now and then, idle or not."""
         self._cache.kept.expire(self._clock())
 
+    def pause(self) -> None:
+        """Until `unpause` no step runs the model or gives a sequence its pages; commands and copies go on."""
+        self._paused = True
+
+    def unpause(self) -> None:
+        self._paused = False
+
     def sources(self, key: SequenceKey) -> tuple[tuple[PageRef, ...], Fence]:
         """Pages of a parked or recalled image, and what must have been computed before they are read.
 
@@ -163,8 +177,8 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Whether `step` would have nothing to run, finish or tell."""
-        busy = self._scheduler.waiting or self._scheduler.running or self._events
-        return not (busy or self.copying or self._images.busy)
+        runs = not self._paused and (self._scheduler.waiting or self._scheduler.running)
+        return not (runs or self._events or self.copying or self._images.busy)
 
     @property
     def copying(self) -> bool:
@@ -174,15 +188,12 @@ class Engine:
     def step(self) -> list[WorkerEvent]:
         """Run one step; returns what happened since the last one, in order."""
         self._complete_copies()
-        plan = self._scheduler.plan()
-        self.blocked = not (plan.admitted or plan.prefill or plan.decode or plan.preempted)
-        self._launch(plan)
-        draws = self._runner.run(plan)
-        if self._runner.prefill_s is not None:
-            self._rates.prefilled(sum(chunk.end - chunk.start for chunk in plan.prefill), self._runner.prefill_s)
-        self._commit(plan, draws)
+        if self._paused:
+            self.blocked = True
+            self._park_loaded()
+        else:
+            self._run()
         self._start_copies()
-        self._steps += 1
         events, self._events = self._events, []
         return events
 
@@ -219,12 +230,45 @@ class Engine:
             page_bytes=self._runner.page_bytes,
         )
 
+    def facts(self) -> WorkerFacts:
+        """What was measured, and the room there is, now."""
+        cache, tiered, paces = self._cache, self._cache.tiered, self._rates.paces
+        return WorkerFacts(
+            free_tokens=cache.available * cache.page_tokens,
+            total_tokens=cache.total * cache.page_tokens,
+            host_free_tokens=tiered.room_on_host * cache.page_tokens,
+            host_total_tokens=tiered.total(Tier.HOST) * cache.page_tokens,
+            token_bytes=self._rates.token_bytes,
+            prefill_s=paces.prefill_s,
+            step=paces.step,
+            restore=paces.restore,
+            load=paces.load,
+            save=paces.save,
+        )
+
+    def _run(self) -> None:
+        if (youngest := self._scheduler.giving_way()) is not None:
+            self._park(youngest, AbortReason.MEMORY)
+        plan = self._scheduler.plan()
+        self.blocked = not (plan.admitted or plan.prefill or plan.decode or plan.preempted)
+        self._launch(plan)
+        draws = self._runner.run(plan)
+        self._measure(plan)
+        self._commit(plan, draws)
+        self._steps += 1
+
+    def _measure(self, plan: Plan) -> None:
+        if plan.prefill and self._runner.prefill_s is not None:
+            self._rates.prefilled([(chunk.start, chunk.end) for chunk in plan.prefill], self._runner.prefill_s)
+        if plan.decode and self._runner.decode_s is not None:
+            self._rates.stepped(len(plan.decode), self._runner.decode_s)
+
     def _complete_copies(self) -> None:
         """Take in what copies, restores and moves are over, and what waited for them."""
         for done in self._copier.poll():
             self._cache.tiered.copied(done.copy_id, ok=done.ok)
             if done.ok:
-                self._rates.copied(done.nbytes, done.seconds)
+                self._rates.copied(done.to, done.nbytes, done.seconds)
         for restored in self._restorer.poll():
             sequence = self._sequences[restored.key]
             sequence.restoring = False
@@ -250,6 +294,8 @@ class Engine:
             self._scheduler.restored(sequence, admission.known_tokens)
             if not admission.restored_tokens:
                 self._rates.loaded(admission.loaded_tokens, seconds)
+            elif not admission.loaded_tokens:
+                self._rates.restored(admission.restored_tokens, seconds)
             self._tell_admitted(admission)
         if sequence.abort:
             self._park(sequence)
@@ -272,9 +318,12 @@ class Engine:
                 table = sequence.pages.table[first : image.pages]
                 chain = sequence.chain_values(0, image.kv_tokens) if self._runner.canary else None
                 self._restorer.submit(sequence.key, image, first, table, self._runner.fence(), chain)
+        self._park_loaded()
+        self._start_copies()
+
+    def _park_loaded(self) -> None:
         for sequence in self._scheduler.only_parked():
             self._park(sequence)
-        self._start_copies()
 
     def _start_copies(self) -> None:
         """Hand what was planned to the copy thread, behind all that was computed so far."""
@@ -305,12 +354,12 @@ class Engine:
             self._events.append(
                 Sampled(trajectory_id=sequence.trajectory_id, epoch=sequence.epoch, offset=offset, columns=columns)
             )
-            if reason is not None:
+            if isinstance(reason, FinishReason):
                 self._scheduler.finish(sequence)
                 del self._sequences[sequence.key]
                 self._events.append(Finished(trajectory_id=sequence.trajectory_id, epoch=sequence.epoch, reason=reason))
-            elif sequence.slice_over:
-                self._park(sequence)
+            elif reason is not None:
+                self._park(sequence, reason)
 
     def _fail(self, sequence: Sequence, error: str) -> None:
         self._scheduler.leave(sequence)
@@ -319,10 +368,10 @@ class Engine:
         del self._sequences[sequence.key]
         self._events.append(Failed(trajectory_id=sequence.trajectory_id, epoch=sequence.epoch, error=error))
 
-    def _park(self, sequence: Sequence) -> None:
+    def _park(self, sequence: Sequence, reason: AbortReason | None = None) -> None:
         self._scheduler.leave(sequence)
         del self._sequences[sequence.key]
-        self._events.append(self._images.park(sequence))
+        self._events.append(self._images.park(sequence, reason))
 
     def _tell_admitted(self, admission: Admission) -> None:
         self._cached += admission.cached_tokens

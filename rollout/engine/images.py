@@ -14,7 +14,7 @@ from rollout.engine.sequence import Sequence
 from rollout.kv import kept
 from rollout.kv.cache import KVCache
 from rollout.kv.tiers import PageRef, Tier
-from rollout.types import Keep, SequenceKey, TrajectoryId
+from rollout.types import AbortReason, Keep, SequenceKey, TrajectoryId
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,8 +53,11 @@ class Images:
         """Images whose pages may be exported just now, so that nothing can evict them."""
         return sum(left.image.pinned for left in self._left.values())
 
-    def park(self, sequence: Sequence) -> Parked:
-        """The sequence's holding becomes a pinned image; so does, if it never had pages, what it left here before."""
+    def park(self, sequence: Sequence, reason: AbortReason | None = None) -> Parked:
+        """The sequence's holding becomes a pinned image; so does, if it never had pages, what it left here before.
+
+        `reason` is what was seen in it; None: it was told to stop.
+        """
         page_tokens = self._cache.page_tokens
         before = self._settled(sequence.trajectory_id) if sequence.holding is None else None
         if before is not None and before.image.weights_id == sequence.weights_id:
@@ -72,6 +75,7 @@ class Images:
             kv_tokens=image.tokens,
             prompt_pages=min(image.tokens, sequence.prompt_tokens) // page_tokens,
             page_keys=sequence.names.of(sequence.tokens, image.tokens // page_tokens),
+            reason=reason,
         )
         self._left[sequence.key] = _Left(image=image, parked=parked, prompt_tokens=sequence.prompt_tokens)
         self._latest[sequence.trajectory_id] = sequence.key

@@ -1,4 +1,11 @@
-"""What this worker was seen to take for prefill and for copies from the host, as moving averages."""
+"""What this worker was seen to take: for prefill, decode steps, and copies between device, host and pool."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rollout.control.messages import Pace
+from rollout.engine.paces import PaceMeter
+from rollout.kv.tiers import Tier
 
 PROBE_EVERY = 16
 """Of so many loads that are not worth it, one is made."""
@@ -6,8 +13,19 @@ WEIGHT = 0.2
 """Of a new measurement."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Paces:
+    """What the rest of the service is told; see `WorkerFacts`."""
+
+    prefill_s: tuple[float | None, ...]
+    step: Pace | None
+    restore: Pace | None
+    load: Pace | None
+    save: Pace | None
+
+
 class Rates:
-    """Compares recomputing a prefix with loading it from the host. Seconds, tokens and bytes."""
+    """Measures, and compares recomputing a prefix with loading it from the host. Seconds, tokens and bytes."""
 
     def __init__(self, token_bytes: int, load_back_tokens: int | None) -> None:
         """`load_back_tokens` given: nothing is compared."""
@@ -19,6 +37,12 @@ class Rates:
         """Of one token, between host and device."""
         self._wait_s: float | None = None
         """From a load's admission until the sequence runs, without the copying itself."""
+        self._prefill_at: list[float | None] = []
+        """Of one token, by the binary logarithm of its position."""
+        self._step = PaceMeter()
+        self._restore = PaceMeter()
+        self._load = PaceMeter()
+        self._save = PaceMeter()
         self._refused = 0
         """Loads that were not made, since the last that was made all the same."""
 
@@ -45,16 +69,53 @@ class Rates:
         gain_s = self._prefill_s - self._copy_s
         return self._wait_s / gain_s if gain_s > 0 else float("inf")
 
-    def prefilled(self, tokens: int, seconds: float) -> None:
-        self._prefill_s = _average(self._prefill_s, seconds / tokens)
+    @property
+    def token_bytes(self) -> int:
+        """KV of one token."""
+        return self._token_bytes
 
-    def copied(self, nbytes: int, seconds: float) -> None:
+    @property
+    def paces(self) -> Paces:
+        return Paces(
+            prefill_s=tuple(self._prefill_at),
+            step=self._step.pace,
+            restore=self._restore.pace,
+            load=self._load.pace,
+            save=self._save.pace,
+        )
+
+    def prefilled(self, chunks: Sequence[tuple[int, int]], seconds: float) -> None:
+        """Positions [start, end) of each sequence were computed in one step, all together in `seconds`."""
+        token_s = seconds / sum(end - start for start, end in chunks)
+        self._prefill_s = _average(self._prefill_s, token_s)
+        last = _magnitude(max(end for _, end in chunks) - 1)
+        self._prefill_at += [None] * (last + 1 - len(self._prefill_at))
+        for magnitude in {m for start, end in chunks for m in range(_magnitude(start), _magnitude(end - 1) + 1)}:
+            self._prefill_at[magnitude] = _average(self._prefill_at[magnitude], token_s)
+
+    def stepped(self, sequences: int, seconds: float) -> None:
+        """A decode step of so many sequences, without the prefill beside it."""
+        self._step.saw(sequences, seconds)
+
+    def copied(self, to: Tier, nbytes: int, seconds: float) -> None:
         self._copy_s = _average(self._copy_s, seconds / nbytes * self._token_bytes)
+        if to is Tier.HOST:
+            self._save.saw(nbytes, seconds)
 
     def loaded(self, tokens: int, seconds: float) -> None:
         """A sequence that only waited for `tokens` to be loaded did so for `seconds`."""
         copying_s = tokens * (self._copy_s or 0.0)
         self._wait_s = _average(self._wait_s, max(0.0, seconds - copying_s))
+        self._load.saw(tokens * self._token_bytes, seconds)
+
+    def restored(self, tokens: int, seconds: float) -> None:
+        """A sequence that only waited for `tokens` to be read from the pool did so for `seconds`."""
+        self._restore.saw(tokens * self._token_bytes, seconds)
+
+
+def _magnitude(position: int) -> int:
+    """i, for a position in [2^i, 2^(i+1)); 0 for position 0."""
+    return max(0, position.bit_length() - 1)
 
 
 def _average(before: float | None, seen: float) -> float:

@@ -66,6 +66,8 @@ class Limits:
     """Prompt tokens of all chunks together."""
     replays: bool
     """Deterministic mode with kernels whose bits depend on the batch: what is recomputed is run as it was at first."""
+    spare_pages: int = 0
+    """With fewer device pages to be had than this, the youngest running sequence is to be parked."""
 
 
 class Scheduler:
@@ -102,7 +104,7 @@ class Scheduler:
         prefill: list[Sequence] = []
         decode: list[Sequence] = []
         for sequence in self._running:
-            if sequence.status is Status.RUNNING and not sequence.slice_over:
+            if sequence.status is Status.RUNNING and not sequence.only_loads:
                 (prefill if sequence.needs_prefill else decode).append(sequence)
         if stalled:
             decode = [sequence for sequence in decode if sequence not in stalled]
@@ -110,7 +112,22 @@ class Scheduler:
 
     def only_parked(self) -> list[Sequence]:
         """Running sequences that have their KV and were only to get it."""
-        return [sequence for sequence in self._running if sequence.status is Status.RUNNING and sequence.slice_over]
+        return [sequence for sequence in self._running if sequence.status is Status.RUNNING and sequence.only_loads]
+
+    def giving_way(self) -> Sequence | None:
+        """The youngest running sequence, if it is to be parked so that there are spare pages; one at a time.
+
+        Not as long as pages of an earlier one wait to be exported or copied: they are about to be free. What is parked
+        keeps its KV, which a preemption would drop.
+        """
+        cache = self._cache
+        spare = self._limits.spare_pages
+        if not spare or len(self._running) < 2 or cache.available >= spare:
+            return None
+        if cache.leaving or self._images.busy or self._images.pinned:
+            return None
+        running = (s for s in reversed(self._running) if s.status is Status.RUNNING and not s.only_loads)
+        return next(running, None)
 
     def restored(self, sequence: Sequence, tokens: int) -> None:
         """The copies into a restoring sequence's pages are over: positions [0, tokens) have KV."""
@@ -159,7 +176,7 @@ class Scheduler:
         preempted: list[Sequence] = []
         stalled: list[Sequence] = []
         full = [s for s in self._running if s.full and s.status is Status.RUNNING]
-        full = [s for s in full if not s.needs_prefill and not s.slice_over]
+        full = [s for s in full if not s.needs_prefill and not s.only_loads]
         if self._cache.grow_each([sequence.pages for sequence in full]):
             return (), []
         for sequence in full:
@@ -200,9 +217,13 @@ class Scheduler:
         return tuple(admitted)
 
     def _fits(self, sequence: Sequence, sources: Sources) -> bool:
-        """Whether there are pages for what it knows, and one more for each running sequence."""
+        """Whether there are pages for what it knows, and one more for each running sequence.
+
+        Beside others it also leaves twice the spare pages, or it would have to give way almost at once.
+        """
         evictable = min(sources.device, sources.stored.evictable)
         need = self._cache.pages_for(len(sequence.tokens)) - sources.device + len(self._running)
+        need += 2 * self._limits.spare_pages if self._running else 0
         return need <= self._cache.available - evictable
 
     def _open(self, sequence: Sequence, sources: Sources) -> Admission | None:

@@ -11,10 +11,11 @@ from array import array
 from enum import StrEnum
 
 from rollout.control.messages import Assignment
+from rollout.engine.loops import LoopFinder
 from rollout.kv.chain import Chain, ChainValues
 from rollout.kv.holding import Holding
 from rollout.kv.keys import PageNames
-from rollout.types import FinishReason, SequenceKey, TrajectoryId
+from rollout.types import AbortReason, Columns, FinishReason, SequenceKey, TrajectoryId
 
 
 class Status(StrEnum):
@@ -35,15 +36,22 @@ class Sequence:
         "image",
         "kv_seen",
         "loadable",
+        "look_total",
+        "loops",
         "max_total",
+        "min_total",
+        "most_total",
         "names",
+        "only_loads",
         "prompt_tokens",
         "replays",
         "restoring",
+        "sampled_from",
         "slice_total",
         "status",
         "stop_ids",
         "tokens",
+        "turns",
         "weights_id",
     )
 
@@ -64,14 +72,27 @@ class Sequence:
         self.names = names
         self.weights_id = weights_id
         self.replays = replays
-        self.max_total = min(max_context, len(assignment.prompt_ids) + sampling.max_new_tokens)
+        unsampled = len(self.tokens) - assignment.output.sampled
+        """Tokens that count for no budget: the prompt, and what was appended to it later."""
+        self.max_total = min(max_context, unsampled + sampling.max_new_tokens)
+        self.min_total = unsampled + sampling.min_new_tokens
+        """Tokens before which it may not stop."""
         self.stop_ids = frozenset(sampling.stop_token_ids) | (
             frozenset() if sampling.ignore_eos else frozenset(eos_ids)
         )
-        self.slice_total = (
-            sys.maxsize if assignment.slice_tokens is None else len(self.tokens) + assignment.slice_tokens
-        )
-        """Tokens with which it is to be parked."""
+        watch = assignment.watch
+        self.only_loads = watch.slice_tokens == 0
+        """It is to be parked as soon as it has its KV."""
+        self.turns = watch.turns
+        self.slice_total = len(self.tokens) + watch.slice_tokens if watch.slice_tokens else sys.maxsize
+        """Tokens with which its slice is over."""
+        self.most_total = sys.maxsize if watch.most_tokens is None else unsampled + watch.most_tokens
+        """Tokens with which it is over-long."""
+        self.sampled_from = self.prompt_tokens + _after_last_appended(assignment.output)
+        """Where the tokens begin that were sampled in one go; loops are looked for from here."""
+        self.loops = LoopFinder(watch.loop) if watch.loop is not None else None
+        self.look_total = self._next_look()
+        """Tokens with which there is something to look at, so that other tokens cost one comparison."""
         self.image = assignment.image
         self.loadable = True
         """No copy from the host has failed for it."""
@@ -98,7 +119,7 @@ class Sequence:
 
     @property
     def output_tokens(self) -> int:
-        """Sampled ones."""
+        """Those after the prompt."""
         return len(self.tokens) - self.prompt_tokens
 
     @property
@@ -145,7 +166,7 @@ class Sequence:
     @property
     def banned_ids(self) -> tuple[int, ...]:
         """Ids that the next token may not be."""
-        return tuple(self.stop_ids) if self.output_tokens < self.assignment.sampling.min_new_tokens else ()
+        return tuple(self.stop_ids) if len(self.tokens) < self.min_total else ()
 
     def advance(self, tokens: int) -> bool:
         """`tokens` more positions have KV; True if the last one's logits give a new token."""
@@ -154,15 +175,43 @@ class Sequence:
             self.kv_seen = self.computed
         return self.computed == len(self.tokens)
 
-    def accept(self, token: int) -> FinishReason | None:
-        """Append a sampled token; the reason if it is the last one. Stop is looked at before length."""
+    def accept(self, token: int) -> FinishReason | AbortReason | None:
+        """Append a sampled token; why it is the last one, or for now.
+
+        Stop is looked at before length, and both before what is watched. Where stops end turns, one that leaves no
+        token for another turn is the end all the same.
+        """
         self.tokens.append(token)
+        total = len(self.tokens)
         if token in self.stop_ids:
-            return FinishReason.STOP
-        if len(self.tokens) >= self.max_total:
+            return AbortReason.TURN if self.turns and total < self.max_total else FinishReason.STOP
+        if total >= self.max_total:
             return FinishReason.LENGTH
+        return self._look() if total >= self.look_total else None
+
+    def _look(self) -> AbortReason | None:
+        total = len(self.tokens)
+        if total >= self.most_total:
+            return AbortReason.OVER_LONG
+        due = self.loops is not None and (total - self.sampled_from) % self.loops.every == 0
+        if due and self.loops is not None and self.loops.piece(self.tokens, self.sampled_from) is not None:
+            return AbortReason.REPETITION
+        if total >= self.slice_total:
+            return AbortReason.SLICE_BUDGET
+        self.look_total = self._next_look()
         return None
 
-    @property
-    def slice_over(self) -> bool:
-        return len(self.tokens) >= self.slice_total
+    def _next_look(self) -> int:
+        """Loops are looked for at fixed tokens, so that it does not depend on the slices when one is found."""
+        total = min(self.slice_total, self.most_total)
+        if self.loops is None:
+            return total
+        past = len(self.tokens) - self.sampled_from
+        return min(total, self.sampled_from + (past // self.loops.every + 1) * self.loops.every)
+
+
+def _after_last_appended(output: Columns) -> int:
+    """Tokens up to the last one that was not sampled; 0 if all were."""
+    if output.sampled == len(output):
+        return 0
+    return next(index for index in range(len(output), 0, -1) if output.versions[index - 1] is None)
