@@ -5,7 +5,7 @@ knows when it is admitted and one more page at a time while it decodes; when pag
 running one gives its pages up. A prompt whose next page a running sequence is about to compute waits for it.
 """
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -78,8 +78,9 @@ class Scheduler:
         self._images = images
         self._rates = rates
         self._limits = limits
-        self._waiting: deque[Sequence] = deque()
-        self._running: list[Sequence] = []
+        # Keys only, so that one of many leaves in constant time.
+        self._waiting: OrderedDict[Sequence, None] = OrderedDict()
+        self._running: dict[Sequence, None] = {}
         """In order of admission; those restoring included."""
 
     @property
@@ -95,7 +96,7 @@ class Scheduler:
         yield from self._running
 
     def add(self, sequence: Sequence) -> None:
-        self._waiting.append(sequence)
+        self._waiting[sequence] = None
 
     def plan(self) -> Plan:
         """Decide the next step and move pages for it."""
@@ -163,9 +164,9 @@ class Scheduler:
     def leave(self, sequence: Sequence) -> None:
         """Out of the queues; its holding is the caller's."""
         if sequence.status is Status.WAITING:
-            self._waiting.remove(sequence)
+            del self._waiting[sequence]
         else:
-            self._running.remove(sequence)
+            del self._running[sequence]
 
     def _make_room(self) -> tuple[tuple[Sequence, ...], list[Sequence]]:
         """One more page for every decoding sequence that needs it, oldest first, preempting the youngest.
@@ -193,12 +194,13 @@ class Scheduler:
         return tuple(preempted), stalled
 
     def _requeue(self, sequence: Sequence) -> None:
-        self._running.remove(sequence)
+        del self._running[sequence]
         self._cache.close(sequence.pages)
         sequence.holding = None
         sequence.computed = 0
         sequence.status = Status.WAITING
-        self._waiting.appendleft(sequence)
+        self._waiting[sequence] = None
+        self._waiting.move_to_end(sequence, last=False)
 
     def _admit(self) -> tuple[Admission, ...]:
         admitted: list[Admission] = []
@@ -211,8 +213,8 @@ class Scheduler:
             admission = self._open(sequence, sources) if self._fits(sequence, sources) else None
             if admission is None:
                 break
-            self._waiting.remove(sequence)
-            self._running.append(sequence)
+            del self._waiting[sequence]
+            self._running[sequence] = None
             admitted.append(admission)
         return tuple(admitted)
 

@@ -13,7 +13,18 @@ import torch
 
 from rollout.cluster.host import Host
 from rollout.config import load_config
-from rollout.control.messages import Admitted, Assignment, Failed, Finished, Freed, Moved, Parked, Sampled, WorkerEvent
+from rollout.control.messages import (
+    Admitted,
+    Assignment,
+    Failed,
+    Finished,
+    Freed,
+    Moved,
+    Parked,
+    Sampled,
+    Watch,
+    WorkerEvent,
+)
 from rollout.errors import SegmentMissingError
 from rollout.kv.image import verify
 from rollout.kv.restore import Segment
@@ -62,7 +73,7 @@ class Driver:
             output=Columns(),
             sampling=SamplingParams(max_new_tokens=tokens, ignore_eos=True),
             seed=1,
-            slice_tokens=slice_tokens,
+            watch=Watch(slice_tokens=slice_tokens),
             max_context=1 << 20,
             image=None,
             kv_tokens=0,

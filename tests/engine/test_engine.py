@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollout.control.messages import Admitted, Assignment, Failed, Preempted, Sampled
+from rollout.control.messages import Admitted, Assignment, Failed, Preempted, Sampled, Watch
 from rollout.errors import ConfigError, InvalidPromptError, PromptTooLongError
 from rollout.types import Columns, FinishReason, SamplingParams, TrajectoryId
 from tests.engine.test_parity import prompts
@@ -28,7 +28,7 @@ def assignment(prompt: list[int], **changes) -> Assignment:
         "output": Columns(),
         "sampling": PARAMS,
         "seed": 0,
-        "slice_tokens": None,
+        "watch": Watch(),
         "max_context": 2048,
         "image": None,
         "kv_tokens": 0,

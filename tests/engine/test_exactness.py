@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from rollout.control.messages import Assignment, Finished
+from rollout.control.messages import Assignment, Finished, Watch
 from rollout.types import Columns, Keep, Phase, SamplingParams, Trajectory, TrajectoryId
 from tests.engine.test_parity import prompts
 from tests.local_service import LocalService
@@ -183,7 +183,7 @@ def _warm(service: LocalService, worker: str, prompt: list[int]) -> None:
         output=Columns(),
         sampling=SamplingParams(max_new_tokens=1),
         seed=0,
-        slice_tokens=None,
+        watch=Watch(),
         max_context=2048,
         image=None,
         kv_tokens=0,

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from rollout.engine.rates import PROBE_EVERY, Rates
+from rollout.kv.tiers import Tier
 from rollout.types import SamplingParams
 from tests.engine.test_parity import prompts
 from tests.local_service import LocalService
@@ -18,8 +19,8 @@ def measured(*, prefill_s: float, copy_s: float, wait_s: float) -> Rates:
     """Seconds of one token, one token, and of every load beside the copying."""
     rates = Rates(TOKEN_BYTES, None)
     for tokens in (512, 40):
-        rates.prefilled(tokens, tokens * prefill_s)
-        rates.copied(tokens * TOKEN_BYTES, tokens * copy_s)
+        rates.prefilled([(0, tokens)], tokens * prefill_s)
+        rates.copied(Tier.HOST, tokens * TOKEN_BYTES, tokens * copy_s)
         rates.loaded(tokens, wait_s + tokens * copy_s)
     return rates
 
@@ -27,9 +28,9 @@ def measured(*, prefill_s: float, copy_s: float, wait_s: float) -> Rates:
 def test_until_everything_was_measured_all_is_loaded_which_measures_it() -> None:
     rates = Rates(TOKEN_BYTES, None)
     assert rates.load_back_tokens == 0
-    rates.prefilled(100, 1.0)
+    rates.prefilled([(0, 100)], 1.0)
     assert rates.load_back_tokens == 0
-    rates.copied(100 * TOKEN_BYTES, 0.001)
+    rates.copied(Tier.HOST, 100 * TOKEN_BYTES, 0.001)
     assert rates.load_back_tokens == 0
     rates.loaded(100, 0.101)
     assert rates.load_back_tokens > 0
@@ -52,7 +53,7 @@ def test_now_and_then_a_load_that_is_not_worth_it_is_made_and_measured_again() -
     made = [rates.worth_loading(1000) for _ in range(4 * PROBE_EVERY)]
     assert made.count(True) == 4
     for _ in range(50):
-        rates.copied(100 * TOKEN_BYTES, 100 * 1e-7)
+        rates.copied(Tier.HOST, 100 * TOKEN_BYTES, 100 * 1e-7)
         rates.loaded(100, 1e-6)
     assert rates.load_back_tokens < 1000
     assert all(rates.worth_loading(1000) for _ in range(10))
@@ -60,8 +61,8 @@ def test_now_and_then_a_load_that_is_not_worth_it_is_made_and_measured_again() -
 
 def test_what_is_configured_is_not_measured() -> None:
     rates = Rates(TOKEN_BYTES, 17)
-    rates.prefilled(100, 1.0)
-    rates.copied(100 * TOKEN_BYTES, 0.001)
+    rates.prefilled([(0, 100)], 1.0)
+    rates.copied(Tier.HOST, 100 * TOKEN_BYTES, 0.001)
     rates.loaded(100, 5.0)
     assert rates.load_back_tokens == 17
 
