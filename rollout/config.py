@@ -142,16 +142,151 @@ class PoolConfig(Section):
     """Seconds to read an image from the pool; then it is recomputed."""
 
 
+KeepName = Literal["auto", "device", "host", "pool", "none"]
+ThenName = Literal["requeue", "hold", "finish", "retry", "drop"]
+
+
+class SliceBudget(Section):
+    kind: Literal["slice_budget"]
+    tokens: PositiveInt
+    """Sampled by a trajectory before it is stopped: a divided rollout."""
+    keep: KeepName = "auto"
+    then: ThenName = "requeue"
+
+
+class OverLong(Section):
+    """Stops a trajectory once."""
+
+    kind: Literal["over_long"]
+    tokens: PositiveInt | None = None
+    """Sampled tokens that are too many; null: any number."""
+    factor: float | None = Field(default=None, gt=1)
+    """Times the median length of the finished members is too many; null: no comparison."""
+    of: Literal["group", "batch"] = "group"
+    """Whose finished members: those of the same prompt, or of the same `submit`."""
+    min_finished: PositiveInt = 2
+    """So many must be finished before lengths are compared."""
+    keep: KeepName = "auto"
+    then: ThenName = "hold"
+
+    @model_validator(mode="after")
+    def _something_is_too_long(self) -> "OverLong":
+        if self.tokens is None and self.factor is None:
+            raise ValueError("tokens: got neither tokens nor factor; one of them is needed")
+        return self
+
+
+class Deadline(Section):
+    kind: Literal["deadline"]
+    seconds: PositiveFloat
+    """From submission, by the wall clock."""
+    keep: KeepName = "none"
+    then: ThenName = "finish"
+
+
+class Stale(Section):
+    kind: Literal["stale"]
+    behind: PositiveInt | None = None
+    """Versions between the first token of a trajectory and the live weights that are too many; null: any number."""
+    share: float | None = Field(default=None, gt=0, le=1)
+    """Of its tokens that may be older than `age` versions; null: all."""
+    age: PositiveInt = 1
+    """Versions after which a token counts as old for `share`."""
+    keep: KeepName = "none"
+    then: ThenName = "retry"
+
+    @model_validator(mode="after")
+    def _something_is_stale(self) -> "Stale":
+        if self.behind is None and self.share is None:
+            raise ValueError("behind: got neither behind nor share; one of them is needed")
+        return self
+
+
+class Quota(Section):
+    """Applies to `collect`, with or without this entry, which says what becomes of the rest."""
+
+    kind: Literal["quota"]
+    keep: KeepName = "auto"
+    then: Literal["hold"] = "hold"
+
+
+class Tail(Section):
+    kind: Literal["tail"]
+    share: float = Field(default=0.1, gt=0, lt=1)
+    """Of the trajectories of one `submit`: once all others are over, this last share is stopped."""
+    keep: KeepName = "auto"
+    then: ThenName = "hold"
+
+
+class Memory(Section):
+    """Stops the youngest trajectory of a worker that is short of pages, one at a time."""
+
+    kind: Literal["memory"]
+    free_share: float = Field(default=0.05, gt=0, lt=1)
+    """Of a worker's device pages: fewer that are free, or may be evicted, are too few."""
+    keep: KeepName = "auto"
+    then: ThenName = "requeue"
+
+
+class Repetition(Section):
+    kind: Literal["repetition"]
+    ngram: PositiveInt = 64
+    """Longest piece that is looked for, in tokens."""
+    times: int = Field(default=8, ge=2)
+    """So often in a row it is a loop."""
+    min_tokens: PositiveInt = 64
+    """Least length of the whole loop."""
+    keep: KeepName = "none"
+    then: ThenName = "finish"
+
+
+Policy = Annotated[
+    SliceBudget | OverLong | Deadline | Stale | Quota | Tail | Memory | Repetition, Field(discriminator="kind")
+]
+
+
 class AbortConfig(Section):
-    slice_tokens: PositiveInt | None = None
-    """Tokens generated before a trajectory is suspended and queued again; null: never."""
-    keep: Literal["auto", "device", "host", "pool", "none"] = "pool"
-    """Where a suspended trajectory's KV goes; auto: the pool."""
+    keep: KeepName = "auto"
+    """What `keep: auto` means: auto: where the cost model says; otherwise always there."""
+    policies: tuple[Policy, ...] = ()
+    """What stops trajectories, one of each kind at most. Each entry says what becomes of the KV (`keep`) and of the
+    trajectory (`then`)."""
+
+    @model_validator(mode="after")
+    def _one_of_a_kind(self) -> "AbortConfig":
+        kinds = [policy.kind for policy in self.policies]
+        if twice := sorted({kind for kind in kinds if kinds.count(kind) > 1}):
+            raise ValueError(f"policies: got {', '.join(twice)} more than once, allowed: one of each kind")
+        return self
 
 
 class ResumeConfig(Section):
-    prefer: Literal["other", "most_room"] = "most_room"
-    """Where a suspended trajectory resumes: on another worker than its last, or on the least loaded."""
+    prefer: Literal["cheapest", "most_room", "other"] = "cheapest"
+    """Where a trajectory starts or resumes: where it is expected to be done soonest, counting what KV is there, what
+    would be read or computed and how full the worker is; on the least loaded; or, if it can, on another worker than
+    its last."""
+    order: Literal["oldest", "longest"] = "oldest"
+    """Who starts first: the oldest, or the one expected to have most tokens to go, by its group's finished members."""
+    max_resumes: PositiveInt | None = 64
+    """Resumes after which policies leave a trajectory alone, so that it ends; null: any number."""
+
+
+class GroupsConfig(Section):
+    failed_member: Literal["keep", "retry", "replace", "fail"] = "keep"
+    """What a member that failed does to its group. keep: it is handed out with the others; retry: it goes on from its
+    tokens; replace: it begins again with other draws; fail: the others are stopped and the group carries the error."""
+    max_retries: PositiveInt = 1
+    """Retries or replacements of one member, after which its group fails."""
+    rest: Literal["abort", "withhold"] = "abort"
+    """What `collect` does with what is not finished when it has enough: abort suspends it until the next call,
+    withhold lets it run on and hands it out then."""
+
+
+class DriverConfig(Section):
+    max_outstanding: PositiveInt = 100_000
+    """Trajectories that were submitted and not handed out; `submit` waits, or raises `ServiceBusyError`, beyond it."""
+    stall_timeout_s: PositiveFloat = 300.0
+    """Seconds in which nothing goes on although something could, after which waiting calls raise `StalledError`."""
 
 
 class SamplingConfig(Section):
@@ -232,8 +367,6 @@ class RunConfig(Section):
     """Of all draws, with each prompt's key."""
     out: Path = Path("rollouts.parquet")
     """Where the trajectories are written."""
-    stall_timeout_s: PositiveFloat = 300.0
-    """Seconds without a single new token after which the run ends with an error."""
 
 
 class Config(Section):
@@ -244,13 +377,18 @@ class Config(Section):
     pool: PoolConfig = PoolConfig()
     abort: AbortConfig = AbortConfig()
     resume: ResumeConfig = ResumeConfig()
+    groups: GroupsConfig = GroupsConfig()
+    driver: DriverConfig = DriverConfig()
     sampling: SamplingConfig = SamplingConfig()
     run: RunConfig = RunConfig()
 
     @model_validator(mode="after")
     def _host_is_there(self) -> "Config":
-        if self.abort.keep == "host" and not self.host.bytes:
-            raise ValueError("abort.keep: got host, which needs host.bytes > 0")
+        keeps = {"abort.keep": self.abort.keep}
+        keeps |= {f"abort.policies.{policy.kind}.keep": policy.keep for policy in self.abort.policies}
+        for field, keep in keeps.items():
+            if keep == "host" and not self.host.bytes:
+                raise ValueError(f"{field}: got host, which needs host.bytes > 0")
         return self
 
 

@@ -10,7 +10,8 @@
     │   ├── InvalidPromptError   malformed prompt: wrong type, empty, unknown token ids
     │   ├── PromptTooLongError   prompt leaves no room for a single new token
     │   ├── InvalidSamplingError a sampling parameter outside its range
-    │   └── DuplicateKeyError    a submit key that a live group has
+    │   ├── DuplicateKeyError    a submit key that a live group has
+    │   └── NotExtendableError   a trajectory to extend that is not suspended
     ├── KVError                  KV that cannot be stored or read; the caller recomputes
     │   ├── SegmentError
     │   │   ├── SegmentMissingError  the pool has no such segment (any more)
@@ -21,11 +22,17 @@
     ├── ServiceError             the running service cannot do what was asked
     │   ├── ServiceNotFoundError no service of that name in this cluster
     │   ├── ServiceClosedError   the service was closed
+    │   ├── ServiceBusyError     more trajectories than `driver.max_outstanding`
+    │   ├── StalledError         nothing went on for `driver.stall_timeout_s`; says what everything is doing
+    │   ├── GroupFailedError     a group of which a member failed for good
+    │   ├── UnknownWorkerError   no worker of that name, or the last one
     │   └── WorkerLostError      no worker is left to run a trajectory
     └── DeadlineError            a wait ended at its deadline (also a TimeoutError)
 
 A message says what was wrong, what was received and what is allowed.
 """
+
+from typing import Any
 
 
 class RolloutError(Exception):
@@ -70,6 +77,10 @@ class InvalidSamplingError(RequestError):
 
 class DuplicateKeyError(RequestError):
     """A submit key that a group which was not handed out yet has already."""
+
+
+class NotExtendableError(RequestError):
+    """A trajectory to extend that is not there, or neither suspended nor waiting."""
 
 
 class KVError(RolloutError):
@@ -134,9 +145,39 @@ class ServiceClosedError(ServiceError):
     """The service was closed."""
 
 
+class ServiceBusyError(ServiceError):
+    """More trajectories are under way than `driver.max_outstanding` allows."""
+
+
+class StalledError(ServiceError):
+    """Nothing went on for `driver.stall_timeout_s`; `state` is what everything was doing, as JSON."""
+
+    def __init__(self, message: str, *, state: str = "") -> None:
+        super().__init__(message, state)
+        self.state = state
+
+    def __str__(self) -> str:
+        return f"{self.args[0]}\n{self.state}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _stalled, (self.args[0], self.state)
+
+
+class GroupFailedError(ServiceError):
+    """A group of which a member failed for good."""
+
+
+class UnknownWorkerError(ServiceError):
+    """No worker of that name, or the only one left."""
+
+
 class WorkerLostError(ServiceError):
     """No worker is left to run a trajectory."""
 
 
 class DeadlineError(RolloutError, TimeoutError):
     """A wait ended at its deadline."""
+
+
+def _stalled(message: str, state: str) -> StalledError:
+    return StalledError(message, state=state)

@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 
-from rollout.types import NodeId, Phase, WorkerId
+from rollout.types import AbortReason, Keep, NodeId, Phase, Then, TrajectoryId, WorkerId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +136,69 @@ class KVCheck:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Accounts:
+    """Where every trajectory is that was ever submitted, number of each."""
+
+    submitted: int
+    queued: int
+    active: int
+    """On a worker, or leaving one."""
+    suspended: int
+    buffered: int
+    """Over, and not handed out."""
+    delivered: int
+    """Handed out, and not known to have arrived."""
+    acknowledged: int
+    """Known to have arrived."""
+    dropped: Mapping[AbortReason, int]
+    """By reason: those that left their group, or were discarded."""
+
+    @property
+    def accounted(self) -> int:
+        """Equal to `submitted` if nothing was lost."""
+        kept = self.queued + self.active + self.suspended + self.buffered + self.delivered + self.acknowledged
+        return kept + sum(self.dropped.values())
+
+
+class Choice(StrEnum):
+    """Who chose where KV goes."""
+
+    TOLD = "told"
+    """A call, a policy or the configuration."""
+    MODEL = "model"
+    """It is expected to cost least."""
+    PROBE = "probe"
+    """It is not, but what it costs was not seen for a while."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """Where the KV of a stopped trajectory went, and why."""
+
+    trajectory_id: TrajectoryId
+    reason: AbortReason
+    then: Then
+    keep: Keep
+    by: Choice
+    costs_s: Mapping[Keep, float]
+    """What each place was expected to cost, in seconds of a worker; infinite where it cannot go. Empty where nobody
+    had to choose."""
+    kv_tokens: int
+    likely: float
+    """Chance that it resumes under the same weights."""
+    wait_s: float
+    """Expected until then."""
+
+    def __str__(self) -> str:
+        costs = ", ".join(f"{keep} {1e3 * cost:.1f} ms" for keep, cost in self.costs_s.items())
+        why = f"{self.by}: {costs}" if costs else str(self.by)
+        return (
+            f"{self.trajectory_id}: {self.reason}, then {self.then}: {self.kv_tokens} tokens of KV to {self.keep} "
+            f"({why}; resumes with {self.likely:.0%} after {self.wait_s:.2f} s)"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutCounters:
     """What the controller counted over all trajectories."""
 
@@ -149,6 +213,10 @@ class RolloutCounters:
     restarts: int = 0
     """Starts after a lost worker."""
     exported_bytes: int = 0
+    written_bytes: int = 0
+    """Of suspended trajectories: exported, or moved to a worker's host memory."""
+    read_bytes: int = 0
+    """Of resumed trajectories: restored, or loaded from a worker's host memory."""
     restored_tokens: int = 0
     cached_tokens: int = 0
     """Found in a worker's prefix tree by a trajectory that had KV before."""
@@ -178,9 +246,21 @@ class ServiceStats:
 
     phases: dict[Phase, int]
     """Trajectories by phase, now; delivered ones are no longer counted."""
+    suspended: Mapping[str, int] = field(default_factory=dict)
+    """Suspended ones, now, by where their KV is: device, host, pool or none; or `waiting` for an `extend`."""
+    accounts: Accounts | None = None
+    decisions: Mapping[AbortReason, Mapping[Keep, int]] = field(default_factory=dict)
+    """Where KV went, by what stopped the trajectory, number."""
+    last_decisions: tuple[Decision, ...] = ()
     counters: RolloutCounters
     troubles: tuple[str, ...] = ()
     """The last workers lost, exports and restores failed, images displaced and nodes that spilled, with the reasons."""
     workers: tuple[WorkerStats, ...] = ()
     """Those that answered."""
     pools: tuple[PoolStats, ...] = field(default=())
+
+    @property
+    def useful_reload_ratio(self) -> float | None:
+        """Bytes of KV read back for each byte written; None if nothing was written."""
+        written = self.counters.written_bytes
+        return self.counters.read_bytes / written if written else None

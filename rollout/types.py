@@ -10,7 +10,7 @@ from enum import IntEnum, StrEnum
 from itertools import groupby
 from typing import Any, NamedTuple, NewType, Self
 
-from rollout.errors import InvalidSamplingError
+from rollout.errors import GroupFailedError, InvalidSamplingError
 
 TrajectoryId = NewType("TrajectoryId", str)
 GroupId = NewType("GroupId", str)
@@ -31,10 +31,12 @@ class Phase(StrEnum):
     PREFILLING = "prefilling"
     DECODING = "decoding"
     PREEMPTED = "preempted"
+    PAUSED = "paused"
     SUSPENDING = "suspending"
     SUSPENDED = "suspended"
     FINISHED = "finished"
     FAILED = "failed"
+    DROPPED = "dropped"
 
 
 class FinishReason(StrEnum):
@@ -64,8 +66,49 @@ class Then(StrEnum):
     """What an abort does with the trajectory."""
 
     HOLD = "hold"
+    """It waits for a command."""
     REQUEUE = "requeue"
+    """It waits for a worker."""
     FINISH = "finish"
+    """It is over, with the tokens it has."""
+    RETRY = "retry"
+    """It begins again from its prompt, with other draws; what it had stays on its result as an attempt."""
+    DROP = "drop"
+    """It leaves its group, which is handed out without it; its tokens come beside the group."""
+
+
+class AbortReason(StrEnum):
+    """What stopped a trajectory."""
+
+    DRIVER = "driver"
+    """A call of `abort`."""
+    DISCARD = "discard"
+    """A call of `discard`."""
+    SLICE_BUDGET = "slice_budget"
+    OVER_LONG = "over_long"
+    DEADLINE = "deadline"
+    STALE = "stale"
+    QUOTA = "quota"
+    """Enough groups are finished."""
+    TAIL = "tail"
+    MEMORY = "memory"
+    REPETITION = "repetition"
+    TURN = "turn"
+    """It ended a turn and waits for `extend`."""
+    PRIORITY = "priority"
+    """It gave its place to one that goes first."""
+    DRAIN = "drain"
+    """Its worker is being taken out of service."""
+    GROUP_FAILED = "group_failed"
+    """Another member failed."""
+
+
+class Priority(StrEnum):
+    """Who goes first; the least is first."""
+
+    EVAL = "eval"
+    """Takes the place of training trajectories, youngest first, which are suspended."""
+    TRAIN = "train"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,15 +177,16 @@ def trajectory_seed(*, request_seed: int | None, run_seed: int, key: str, sample
 
 
 class Columns:
-    """Sampled tokens, aligned: ids, log-probabilities and the version that sampled each.
+    """The tokens after the prompt, aligned: ids, log-probabilities and the version that sampled each.
 
-    The three columns only ever grow or shrink together.
+    A token that was not sampled but appended by `extend` has no version, and 0.0 for its log-probability, which it
+    has not. The three columns only ever grow or shrink together.
     """
 
     __slots__ = ("_ids", "_logprobs", "_versions")
 
     def __init__(
-        self, ids: Iterable[int] = (), logprobs: Iterable[float] = (), versions: Iterable[Version] = ()
+        self, ids: Iterable[int] = (), logprobs: Iterable[float] = (), versions: Iterable[Version | None] = ()
     ) -> None:
         self._ids = list(ids)
         self._logprobs = list(logprobs)
@@ -159,6 +203,11 @@ class Columns:
         columns._logprobs = [logprob]
         columns._versions = [version]
         return columns
+
+    @classmethod
+    def given(cls, ids: Sequence[int]) -> Self:
+        """Of tokens that were not sampled."""
+        return cls(ids, [0.0] * len(ids), [None] * len(ids))
 
     def append(self, token: int, logprob: float, version: Version) -> None:
         self._ids.append(token)
@@ -183,8 +232,13 @@ class Columns:
         return self._logprobs
 
     @property
-    def versions(self) -> Sequence[Version]:
+    def versions(self) -> Sequence[Version | None]:
         return self._versions
+
+    @property
+    def sampled(self) -> int:
+        """How many of the tokens were sampled."""
+        return len(self._versions) - self._versions.count(None)
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -202,13 +256,13 @@ class Columns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionRun:
-    """`tokens` consecutive tokens that were sampled by `version`."""
+    """`tokens` consecutive tokens that were sampled by `version`, or appended if that is None."""
 
-    version: Version
+    version: Version | None
     tokens: int
 
 
-def version_runs(versions: Sequence[Version]) -> tuple[VersionRun, ...]:
+def version_runs(versions: Sequence[Version | None]) -> tuple[VersionRun, ...]:
     """Run-length form of a per-token column."""
     return tuple(VersionRun(version=version, tokens=len(list(run))) for version, run in groupby(versions))
 
@@ -280,6 +334,19 @@ class Resume:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """What a trajectory had when it was begun again from its prompt."""
+
+    seed: int
+    output_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[VersionRun, ...]
+    reason: AbortReason | None
+    """Why it was given up; None: it failed."""
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
     """One sample of one prompt, as the driver sees it when it is over (or handed out partial)."""
 
@@ -293,8 +360,12 @@ class Trajectory:
     versions: tuple[VersionRun, ...]
     finish_reason: FinishReason | None
     """None while the trajectory is still resumable (a partial)."""
+    abort_reason: AbortReason | None = None
+    """What stopped it last; None if nothing did, or it went on since."""
     error: str | None = None
     """What went wrong, when `finish_reason` is `error`."""
+    attempts: tuple[Attempt, ...] = ()
+    """Earlier ones, which `then: retry` or a failure ended."""
     suspensions: int = 0
     workers: tuple[WorkerId, ...] = ()
     """The worker of each start, in order."""
@@ -312,13 +383,48 @@ class Trajectory:
                 f"{self.trajectory_id}: unequal columns: {sizes[0]} ids, {sizes[1]} logprobs, {sizes[2]} versions"
             )
 
+    @property
+    def loss_mask(self) -> tuple[int, ...]:
+        """1 for each output token that was sampled, 0 for one that `extend` appended."""
+        return tuple(int(run.version is not None) for run in self.versions for _ in range(run.tokens))
+
+    @property
+    def sampled_tokens(self) -> int:
+        return sum(run.tokens for run in self.versions if run.version is not None)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delivery:
-    """A finished group: all its trajectories, in sample order."""
+    """A finished group: all its trajectories, in sample order; of one that was submitted with `partial`, those that
+    ended since the last delivery."""
 
     group_id: GroupId
     trajectories: tuple[Trajectory, ...]
+    dropped: tuple[Trajectory, ...] = ()
+    """Members that left the group (`then: drop`), with their tokens."""
+    complete: bool = True
+    """Nothing of the group is to come."""
+    error: str | None = None
+    """Why the group failed as a whole (`groups.failed_member`)."""
+
+    def raise_for_failure(self) -> Self:
+        """Itself, unless the group failed: then `GroupFailedError` is raised."""
+        if self.error is not None:
+            raise GroupFailedError(f"group {self.group_id}: {self.error}")
+        return self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collected:
+    """What one `collect` came to."""
+
+    groups: tuple[Delivery, ...]
+    rejected: tuple[Delivery, ...] = ()
+    """Finished groups that `accept` refused; each was made up for by another."""
+    held: int = 0
+    """Groups that are not finished and wait for the next call, number."""
+    timed_out: bool = False
+    """Fewer groups than asked for, since the time was up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -335,6 +441,27 @@ class AbortReport:
     """Not stopped before `timeout_s`; the abort stays in force."""
     partials: tuple[Trajectory, ...] = ()
     """The tokens so far of every trajectory asked for that is known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiscardReport:
+    """What a discard met. Every id asked for is in exactly one of the two."""
+
+    discarded: tuple[TrajectoryId, ...] = ()
+    """Gone with their tokens, or about to be."""
+    unknown: tuple[TrajectoryId, ...] = ()
+    """No such trajectory, or over."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrainReport:
+    """What taking a worker out of service came to."""
+
+    worker: WorkerId
+    moved: tuple[TrajectoryId, ...] = ()
+    """Trajectories that were on it, or had KV on it, when it was asked for."""
+    empty: bool = True
+    """Nothing is left on it, and its process was ended; otherwise the drain goes on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,70 +7,63 @@ what workers and pools hold is a cache of them. Invariants:
 2. Events of an epoch that is over change nothing.
 3. Whatever leaves a worker parked is released exactly once, after its export was answered, or kept there.
 4. The pools retain exactly the segments of live images.
+5. Everything submitted is queued, active, suspended, buffered, delivered, acknowledged or dropped (`accounts`).
 """
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
+from rollout.config import AbortConfig, GroupsConfig, ResumeConfig
 from rollout.control.aborts import AbortTicket
-from rollout.control.fleet import Worker
-from rollout.control.messages import (
-    Admitted,
-    Command,
-    Drop,
-    Event,
-    Exported,
-    ExportFailed,
-    Failed,
-    Finished,
-    Freed,
-    Moved,
-    Parked,
-    Preempted,
-    Recalled,
-    RestoreFailed,
-    Sampled,
-    Spilled,
-    Stop,
-    WorkerDown,
-    WorkerEvent,
-    WorkerReport,
-    WorkerUp,
-)
-from rollout.control.records import Intent, Record, Submission
+from rollout.control.extension import check_extendable
+from rollout.control.keeping import Keeping
+from rollout.control.membership import Membership
+from rollout.control.messages import Command, Event
+from rollout.control.records import Batch, Intent, Record, Submission
+from rollout.control.reports import Reports
 from rollout.control.roster import Roster
-from rollout.control.suspension import ON_WORKER, Suspensions
-from rollout.metrics import RolloutCounters
+from rollout.control.stops import Stops
+from rollout.control.suspension import Suspensions
+from rollout.errors import UnknownWorkerError
+from rollout.metrics import Accounts, RolloutCounters
 from rollout.types import (
+    AbortReason,
+    Columns,
     Delivery,
+    DiscardReport,
     Keep,
-    NodeId,
     Phase,
     ResumeReport,
     Then,
+    Trajectory,
     TrajectoryId,
+    WorkerId,
 )
-
-MOST_LOSSES = 4
-"""Workers that may be lost under a trajectory without a new token in between: it may be what kills them."""
 
 
 class Controller:
     """Decides what runs where, and what becomes of what stopped."""
 
     def __init__(
-        self, *, workers: int, max_context: int, slice_tokens: int | None, keep: Keep, prefer_other: bool
+        self,
+        *,
+        workers: int,
+        max_context: int,
+        abort: AbortConfig,
+        resume: ResumeConfig,
+        groups: GroupsConfig,
     ) -> None:
-        """`workers` is how many there are when all are up; `keep` is what `Keep.AUTO` means."""
-        self._roster = Roster(
-            workers=workers, max_context=max_context, slice_tokens=slice_tokens, prefer_other=prefer_other
-        )
-        self._suspensions = Suspensions(self._roster, keep=keep)
+        """`workers` is how many there are when all are up."""
+        self._roster = Roster(workers=workers, max_context=max_context, abort=abort, resume=resume, groups=groups)
+        self._suspensions = Suspensions(self._roster)
+        self._stops = Stops(self._roster, self._suspensions)
+        self._members = Membership(self._roster, self._suspensions, self._stops)
+        self._reports = Reports(self._roster, self._suspensions, self._stops, self._members)
         self._fleet = self._roster.fleet
         self._groups = self._roster.groups
-        self._tally = self._roster.tally
-        self._troubles = self._roster.troubles
-        self._spilled: set[NodeId] = set()
+        self._moved_at = 0.0
+        """When anything went on last, or something new was asked for."""
 
     # What drivers ask ---------------------------------------------------------------------------------
 
@@ -80,12 +73,18 @@ class Controller:
         Raises `DuplicateKeyError` if one has the id of another group that was not handed out yet.
         """
         commands: list[Command] = []
-        for submission in self._groups.check(submissions):
-            group = self._groups.add(submission, now)
-            self._tally["trajectories"] += len(group)
-            for record in group:
+        batch = Batch()
+        added = [self._groups.add(submission, batch, now) for submission in self._groups.check(submissions)]
+        for group in added:
+            self._roster.tally["trajectories"] += len(group.members)
+            for record in group.members:
+                self._roster.policies.submitted(record)
                 commands += self._roster.enqueue(record, now)
-        return commands + self._roster.dispatch()
+        return commands + self._settled(now, moved=bool(added))
+
+    def new_trajectories(self, submissions: Sequence[Submission]) -> int:
+        """How many `submit` would add. Raises `DuplicateKeyError`."""
+        return sum(len(submission.seeds) for submission in self._groups.check(submissions))
 
     def take(self, count: int, call: str) -> list[Delivery]:
         """Up to `count` finished groups, in the order they finished, handed out to `call`."""
@@ -98,33 +97,49 @@ class Controller:
 
     def abort(self, ids: Sequence[str] | None, keep: Keep, then: Then, now: float) -> tuple[AbortTicket, list[Command]]:
         """Stop what `ids` name (see `resolve`); the ticket tells when that is done and what came of it."""
-        intent = self._suspensions.intent(keep, then)
+        intent = Intent(keep=self._roster.policies.resolve(keep), then=then)
         ticket = AbortTicket(*self.resolve(ids), intent)
         commands: list[Command] = []
         for record in ticket.asked:
-            commands += self._stop(record, intent, now)
-        return ticket, commands + self._roster.dispatch()
+            commands += self._stops.stop(record, intent, now)
+        return ticket, commands + self._settled(now)
 
-    def resume(self, ids: Sequence[str] | None, now: float) -> tuple[ResumeReport, list[Command]]:
-        """Queue what `ids` name (see `resolve`), if it is suspended or about to be."""
+    def discard(self, ids: Sequence[str], now: float) -> tuple[DiscardReport, list[Command]]:
+        """Give up what `ids` name, tokens and all; the only way in which tokens are lost."""
         known, unknown = self.resolve(ids)
         over = tuple(record.trajectory_id for record in known if record.over)
-        resumable = [record for record in known if not record.over]
-        report = ResumeReport(resumed=tuple(record.trajectory_id for record in resumable), unknown=unknown + over)
+        given_up = [record for record in known if not record.over]
+        intent = Intent(keep=Keep.NONE, then=Then.DROP, reason=AbortReason.DISCARD)
+        commands: list[Command] = []
+        for record in given_up:
+            commands += self._stops.stop(record, intent, now)
+        report = DiscardReport(discarded=tuple(record.trajectory_id for record in given_up), unknown=unknown + over)
+        return report, commands + self._settled(now)
+
+    def resume(self, ids: Sequence[str] | None, now: float) -> tuple[ResumeReport, list[Command]]:
+        """Queue what `ids` name (see `resolve`), if it is suspended or about to be; what waits for `extend` is not."""
+        known, unknown = self.resolve(ids)
+        resumable = [record for record in known if not record.over and not record.ended_turn]
+        others = tuple(record.trajectory_id for record in known if record not in resumable)
+        report = ResumeReport(resumed=tuple(record.trajectory_id for record in resumable), unknown=unknown + others)
         commands: list[Command] = []
         for record in resumable:
-            if record.phase is Phase.SUSPENDED:
-                commands += self._roster.enqueue(record, now)
-            elif record.phase is Phase.QUEUED and record.intent is not None:
-                self._fleet.dequeue(record)  # it waited for its KV to be brought to a worker
-                record.enter(Phase.SUSPENDED)
-                record.intent = None
-                commands += self._roster.enqueue(record, now)
-            elif record.intent is not None and record.intent.then is not Then.FINISH:
-                record.intent = Intent(keep=record.intent.keep, then=Then.REQUEUE)
-                self._groups.unhold(record)
-                commands += record.pooled.expect(record.turn)
-        return report, commands + self._roster.dispatch()
+            commands += self._suspensions.resume(record, now)
+        return report, commands + self._settled(now)
+
+    def extend(self, trajectory_id: TrajectoryId, ids: Sequence[int], call: str, now: float) -> list[Command]:
+        """Append tokens that were not sampled to a suspended trajectory, and queue it. A `call` counts once.
+
+        Raises `NotExtendableError` or `PromptTooLongError`, and nothing changes.
+        """
+        record = self._groups.get(trajectory_id)
+        if record is not None and call in record.extended_by:
+            return []
+        record = check_extendable(trajectory_id, record, len(ids), self._roster.max_context)
+        record.extended_by.add(call)
+        record.columns.extend(Columns.given(ids))
+        record.ended_turn = False
+        return self._suspensions.resume(record, now) + self._settled(now)
 
     def resolve(self, ids: Sequence[str] | None) -> tuple[list[Record], tuple[TrajectoryId, ...]]:
         """The trajectories that `ids` name, a group's id standing for its members, and the ids that name none.
@@ -132,6 +147,58 @@ class Controller:
         None names all that were not handed out.
         """
         return self._groups.resolve(ids)
+
+    def ended_turns(self) -> list[Trajectory]:
+        """Those that ended a turn and wait for `extend`, oldest first, as they are."""
+        return [r.snapshot() for r in self._groups.records() if r.ended_turn and r.phase is Phase.SUSPENDED]
+
+    # Collecting, pausing, draining --------------------------------------------------------------------
+
+    def begin_collection(self, wanted: int, over_sample: float, *, fires: bool, now: float) -> list[Command]:
+        """Run no more groups than `wanted` and a share of `over_sample` at once, what was left before first.
+
+        If it `fires`, everything else is stopped and held as soon as so many are complete (`rules.rest`).
+        """
+        return self._stops.begin_collection(wanted, over_sample, fires=fires, now=now) + self._settled(now)
+
+    def reject(self, groups: int, now: float) -> list[Command]:
+        """So many complete groups do not count: others may run for them."""
+        self._stops.reject(groups)
+        return self._settled(now)
+
+    def end_collection(self, now: float) -> list[Command]:
+        """Enough was collected."""
+        return self._stops.end_collection(now) + self._settled(now)
+
+    def pause(self, now: float) -> list[Command]:
+        """Have no worker run a step until `unpause`."""
+        return self._members.pause() + self._settled(now)
+
+    def unpause(self, now: float) -> list[Command]:
+        return self._members.unpause() + self._settled(now)
+
+    def expect_workers(self, count: int) -> None:
+        """So many more will come up; fewer than was thought, if negative."""
+        self._fleet.grow(count)
+
+    def drain(self, worker: WorkerId, now: float) -> tuple[tuple[TrajectoryId, ...], list[Command]]:
+        """Take a worker out of service: what is on it moves elsewhere, then `Retire` says that nothing is left.
+
+        Raises `UnknownWorkerError` if it is not up, or if no other would be left.
+        """
+        known = {each.worker_id: each for each in self._fleet.workers}
+        if worker not in known:
+            raise UnknownWorkerError(f"worker: got {worker!r}, allowed: one of {', '.join(sorted(known)) or 'none'}")
+        if all(each.draining for name, each in known.items() if name != worker):
+            raise UnknownWorkerError(f"worker: got {worker!r}, the only one in service; add another first")
+        moved, commands = self._members.drain(worker, now)
+        return moved, commands + self._settled(now)
+
+    def is_retired(self, worker: WorkerId) -> bool:
+        """Whether it was drained and nothing was left on it."""
+        return self._members.is_retired(worker)
+
+    # How things stand ---------------------------------------------------------------------------------
 
     @property
     def complete_groups(self) -> int:
@@ -144,17 +211,67 @@ class Controller:
         return self._groups.coming
 
     @property
+    def held_groups(self) -> int:
+        """Groups that were not taken and are not finished."""
+        return self._groups.unfinished
+
+    @property
+    def outstanding(self) -> int:
+        """Trajectories that were not taken."""
+        return self._groups.outstanding
+
+    @property
     def phases(self) -> dict[Phase, int]:
         return dict(Counter(record.phase for record in self._groups.records()))
 
     @property
+    def suspended(self) -> dict[str, int]:
+        """Suspended trajectories by where their KV is, or `waiting`."""
+        suspended = (record for record in self._groups.records() if record.phase is Phase.SUSPENDED)
+        return dict(Counter(record.whereabouts for record in suspended))
+
+    @property
     def troubles(self) -> tuple[str, ...]:
         """The last workers lost, exports and restores failed, images displaced and nodes that spilled."""
-        return tuple(self._troubles)
+        return tuple(self._roster.troubles)
 
     @property
     def counters(self) -> RolloutCounters:
-        return RolloutCounters(**self._tally)
+        return RolloutCounters(**self._roster.tally)
+
+    @property
+    def keeping(self) -> Keeping:
+        """Where KV went, and why."""
+        return self._roster.keeping
+
+    def accounts(self) -> Accounts:
+        """Where everything is that was ever submitted."""
+        return self._groups.accounts()
+
+    def stalled_s(self, now: float) -> float:
+        """For how long nothing went on although something could; 0 if nothing can."""
+        could = any(not record.over and record.phase is not Phase.SUSPENDED for record in self._groups.records())
+        return now - self._moved_at if could and not self._fleet.paused else 0.0
+
+    def state(self, now: float) -> dict[str, Any]:
+        """What everything is doing, as plain values: for whoever asks why nothing goes on."""
+        return {
+            "stalled_s": round(self.stalled_s(now), 3),
+            "phases": {str(phase): count for phase, count in self.phases.items()},
+            "suspended": self.suspended,
+            "workers": {
+                str(worker.worker_id): {
+                    "running": sorted(worker.running),
+                    "max_running": worker.max_running,
+                    "draining": worker.draining,
+                }
+                for worker in self._fleet.workers
+            },
+            "queued": [_state(record) for record in self._fleet.queued[:8]],
+            "moving": [_state(r) for r in self._groups.records() if r.phase is Phase.SUSPENDING][:8],
+            "window": self._roster.window,
+            "troubles": list(self.troubles),
+        }
 
     # What happens -------------------------------------------------------------------------------------
 
@@ -164,138 +281,29 @@ class Controller:
         Only `Freed`, which may come when its trajectory is forgotten, and a preemption in one report with an
         admission are counted as often as they are told.
         """
-        match event:
-            case WorkerReport():
-                commands = self._report(event, now)
-            case WorkerUp():
-                commands = self._worker_up(event, now)
-            case WorkerDown():
-                commands = self._worker_down(event, now)
-            case Exported():
-                commands = self._suspensions.displaced(event.displaced, event.trajectory_id)
-                commands += self._suspensions.exported(event, now)
-            case ExportFailed():
-                commands = self._suspensions.displaced(event.displaced, event.trajectory_id)
-                commands += self._suspensions.export_failed(event, now)
-            case Spilled():
-                commands = self._spilled_to_disk(event)
-        return commands + self._roster.dispatch()
+        moved, commands = self._reports.handle(event, now)
+        return commands + self._settled(now, moved=moved)
 
-    def _report(self, report: WorkerReport, now: float) -> list[Command]:
-        worker = self._fleet.get(report.worker)
-        commands: list[Command] = []
-        for event in report.events:
-            if isinstance(event, Freed):
-                self._tally["releases"] += 1
-                self._tally["exclusive_pages"] += event.exclusive_pages
-                self._tally["freed_pages"] += event.freed_pages
-                continue
-            record = self._groups.get(event.trajectory_id)
-            if worker is None or worker.incarnation != report.incarnation:
-                continue
-            if isinstance(event, Moved):
-                commands += self._suspensions.moved(event, report.worker, now)
-            elif isinstance(event, Recalled):
-                commands += self._suspensions.recalled(event, report.worker, now)
-            elif record is not None and record.on_worker and record.epoch == event.epoch:
-                commands += self._progress(record, event, now)
+    def _settled(self, now: float, *, moved: bool = True) -> list[Command]:
+        """What else follows: policies, quotas, drains, and whatever may start now."""
+        if moved:
+            self._moved_at = now
+        commands = self._stops.after_ends(now)
+        commands += self._roster.dispatch(now)
+        commands += self._stops.make_way(now)
+        commands += self._members.retire(now)
+        while self._roster.ended:
+            commands += self._stops.after_ends(now)
+            commands += self._roster.dispatch(now)
         return commands
 
-    def _progress(self, record: Record, event: WorkerEvent, now: float) -> list[Command]:
-        match event:
-            case Sampled():
-                self._tally["tokens"] += record.sampled(event)
-            case Admitted():
-                self._tally.update(record.admitted(event))
-                return record.pooled.expect(record.turn)
-            case Preempted():
-                self._tally["preemptions"] += record.preempted()
-                return record.pooled.expect(record.turn)
-            case RestoreFailed():
-                return self._restore_failed(record, event)
-            case Finished():
-                self._fleet.leave(record)
-                return self._roster.end(record, event.reason, now)
-            case Failed():
-                self._fleet.leave(record)
-                return self._roster.fail(record, event.error, now)
-            case Parked():
-                return self._suspensions.parked(record, event, now)
-        return []
 
-    def _restore_failed(self, record: Record, event: RestoreFailed) -> list[Command]:
-        if record.pooled.image is None:
-            return []  # told before
-        self._tally["restore_failures"] += 1
-        self._troubles.append(f"{record.trajectory_id}: restore: {event.error}")
-        commands = record.pooled.replace(None)
-        if event.node is not None and event.segment is not None:
-            commands.append(Drop(node=event.node, segment=event.segment))
-        return commands
-
-    def _spilled_to_disk(self, event: Spilled) -> list[Command]:
-        if event.node not in self._spilled:
-            self._spilled.add(event.node)
-            self._troubles.append(f"node {event.node}: its object store spilled {event.nbytes} bytes to disk")
-        return []
-
-    def _stop(self, record: Record, intent: Intent, now: float) -> list[Command]:
-        """An abort of a trajectory that is not over; a second one changes only what becomes of it."""
-        if intent.then is not Then.HOLD:
-            self._groups.unhold(record)
-        if not record.on_worker:
-            return self._suspensions.change(record, intent, now)
-        stopping, record.intent = record.intent is not None, intent
-        if record.promoting:
-            stopping = intent.keeps and intent.keep in ON_WORKER  # it parks once it has its KV
-        if stopping:
-            return []
-        return [Stop(worker=record.workers[-1], trajectory_id=record.trajectory_id, epoch=record.epoch)]
-
-    def _worker_up(self, event: WorkerUp, now: float) -> list[Command]:
-        worker = self._fleet.get(event.worker)
-        if worker is not None and worker.incarnation == event.incarnation:
-            return []
-        commands = self._lose(worker, "its process was restarted", now) if worker is not None else []
-        self._fleet.join(event)
-        return commands
-
-    def _worker_down(self, event: WorkerDown, now: float) -> list[Command]:
-        commands: list[Command] = []
-        worker = self._fleet.get(event.worker)
-        if worker is not None and worker.incarnation == event.incarnation:
-            commands += self._lose(worker, event.error, now)
-        if event.final and self._fleet.get(event.worker) is None:
-            self._fleet.give_up(event.worker, event.error)
-        if self._fleet.hopeless is not None:
-            for record in self._fleet.drain():
-                if record.intent is not None:  # it was to have its KV brought to a worker, and is held without
-                    commands += self._suspensions.settle(record, now)
-                else:
-                    commands += self._roster.fail(record, self._fleet.hopeless, now)
-        return commands
-
-    def _lose(self, worker: Worker, error: str, now: float) -> list[Command]:
-        """A worker is gone, with its KV; the tokens it reported stay."""
-        self._tally["workers_lost"] += 1
-        self._troubles.append(f"{worker.worker_id}: lost: {error}")
-        self._fleet.drop(worker.worker_id)
-        commands: list[Command] = []
-        for trajectory_id in sorted(worker.running):
-            record = self._groups.get(trajectory_id)
-            assert record is not None, f"{worker.worker_id} ran {trajectory_id}, which is unknown"
-            record.lost = not record.promoting
-            record.promoting = False
-            record.losses += 1
-            if record.columns:
-                record.kv_tokens = len(record.prompt_ids) + len(record.columns) - 1
-            if record.losses >= MOST_LOSSES:
-                commands += self._roster.fail(
-                    record, f"{record.losses} workers were lost under it; the last: {error}", now
-                )
-            elif record.intent is None:
-                commands += self._roster.enqueue(record, now)
-            else:
-                record.enter(Phase.SUSPENDING)
-                commands += self._suspensions.settle(record, now)
-        return commands + self._suspensions.lost(worker.worker_id, now)
+def _state(record: Record) -> dict[str, Any]:
+    return {
+        "trajectory": record.trajectory_id,
+        "phase": str(record.phase),
+        "tokens": len(record.columns),
+        "workers": list(record.workers),
+        "intent": str(record.intent),
+        "transfer": str(record.transfer),
+    }

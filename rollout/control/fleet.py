@@ -1,17 +1,23 @@
 """The workers, the queue before them, and who runs where.
 
-Routing: oldest first, on the worker with the most room. With `prefer_other`, room goes first to
-trajectories that left another worker; no room stays empty for that. A trajectory whose KV is kept on a worker
-waits for room there.
+Who starts first: evaluation before training, then the oldest, or the one with most to go. Where, see `routing`.
+A trajectory whose KV is kept on a worker waits for room there, but no longer than computing it again elsewhere would
+take: so it loses at most twice what it must.
 """
 
 import bisect
-from collections import deque
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from rollout.control.messages import WorkerUp
+from rollout.control.messages import WorkerFacts, WorkerUp
 from rollout.control.records import Record
-from rollout.types import NodeId, TrajectoryId, WorkerId
+from rollout.types import GroupId, NodeId, Priority, TrajectoryId, WorkerId
+
+TURNOVER_S = 5.0
+"""Over which it is averaged for what KV a worker takes pages."""
+REMEMBERED_GROUPS = 64
+"""Whose prompts a worker is expected to have."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -23,34 +29,86 @@ class Worker:
     incarnation: str
     max_running: int
     running: set[TrajectoryId] = field(default_factory=set)
+    facts: WorkerFacts | None = None
+    draining: bool = False
+    """It is being taken out of service: nothing starts on it."""
+    _groups: dict[GroupId, None] = field(default_factory=dict)
+    _taken: float = 0.0
+    _taken_at: float = 0.0
 
     @property
     def room(self) -> int:
-        return self.max_running - len(self.running)
+        return 0 if self.draining else self.max_running - len(self.running)
+
+    @property
+    def turnover_tokens_s(self) -> float:
+        """KV that it took pages for lately, as of the last report."""
+        return self._taken / TURNOVER_S
+
+    def took(self, tokens: int, now: float) -> None:
+        """Pages for so many tokens, since the last report."""
+        self._taken = self._taken * math.exp(min(0.0, self._taken_at - now) / TURNOVER_S) + tokens
+        self._taken_at = now
+
+    def ran(self, group: GroupId) -> None:
+        """It has the prompt of this group now."""
+        self._groups.pop(group, None)
+        self._groups[group] = None
+        if len(self._groups) > REMEMBERED_GROUPS:
+            del self._groups[next(iter(self._groups))]
+
+    def knows(self, group: GroupId) -> bool:
+        """Whether it is expected to have the prompt of this group."""
+        return group in self._groups
+
+
+Choose = Callable[[Record, Sequence[Worker]], Worker]
+"""The best of the workers that have room."""
+Patience = Callable[[Record], float]
+"""Seconds for which a trajectory waits for the worker that has its KV while another has room."""
 
 
 class Fleet:
     """A trajectory is in the queue or in one worker's set, never both."""
 
-    def __init__(self, *, size: int, prefer_other: bool) -> None:
+    def __init__(
+        self,
+        *,
+        size: int,
+        prefer_other: bool,
+        choose: Choose,
+        patience: Patience,
+        to_go: Callable[[Record], float] | None = None,
+    ) -> None:
+        """`size` is how many workers there are when all are up. With `to_go`, those with most of it start first."""
         self._size = size
         self._prefer_other = prefer_other
+        self._choose = choose
+        self._patience = patience
+        self._to_go = to_go
         self._workers: dict[WorkerId, Worker] = {}
         self._lost: dict[WorkerId, str] = {}
-        self._fresh: list[Record] = []
-        """Queued and never started, in submission order."""
-        self._returning: list[Record] = []
-        """Queued after a start, in submission order."""
+        self._queue: list[Record] = []
+        """Evaluation first, each in submission order."""
+        self.paused = False
+        """Nothing starts."""
+
+    # Workers ------------------------------------------------------------------------------------------
 
     def get(self, worker_id: WorkerId) -> Worker | None:
         return self._workers.get(worker_id)
 
-    def join(self, up: WorkerUp) -> None:
+    @property
+    def workers(self) -> tuple[Worker, ...]:
+        """Those that are up."""
+        return tuple(self._workers.values())
+
+    def join(self, up: WorkerUp) -> Worker:
         assert up.worker not in self._workers, f"{up.worker} joined twice"
         self._lost.pop(up.worker, None)
-        self._workers[up.worker] = Worker(
-            worker_id=up.worker, node=up.node, incarnation=up.incarnation, max_running=up.max_running
-        )
+        worker = Worker(worker_id=up.worker, node=up.node, incarnation=up.incarnation, max_running=up.max_running)
+        self._workers[up.worker] = worker
+        return worker
 
     def drop(self, worker_id: WorkerId) -> Worker:
         return self._workers.pop(worker_id)
@@ -59,6 +117,14 @@ class Fleet:
         """The worker will not come back."""
         self._lost[worker_id] = error
 
+    def grow(self, count: int) -> None:
+        """So many more workers are coming; fewer, if negative."""
+        self._size += count
+
+    @property
+    def size(self) -> int:
+        return self._size
+
     @property
     def hopeless(self) -> str | None:
         """Why nothing will ever run again, if so."""
@@ -66,14 +132,23 @@ class Fleet:
             return None
         return "no worker is left: " + "; ".join(f"{worker}: {error}" for worker, error in self._lost.items())
 
+    def node_of(self, worker_id: WorkerId) -> NodeId:
+        return self._workers[worker_id].node
+
+    # The queue ----------------------------------------------------------------------------------------
+
     def enqueue(self, record: Record) -> None:
-        bisect.insort(self._queue_of(record), record, key=_order)
+        bisect.insort(self._queue, record, key=_order)
 
     def dequeue(self, record: Record) -> None:
-        queue = self._queue_of(record)
-        at = bisect.bisect_left(queue, record.order, key=_order)
-        assert queue[at] is record, f"{record.trajectory_id} is not queued"
-        del queue[at]
+        at = bisect.bisect_left(self._queue, _order(record), key=_order)
+        assert self._queue[at] is record, f"{record.trajectory_id} is not queued"
+        del self._queue[at]
+        record.refused_at = None
+
+    @property
+    def queued(self) -> Sequence[Record]:
+        return self._queue
 
     def leave(self, record: Record) -> Worker:
         """The trajectory is off its worker, which is returned."""
@@ -81,57 +156,54 @@ class Fleet:
         worker.running.remove(record.trajectory_id)
         return worker
 
-    def node_of(self, worker_id: WorkerId) -> NodeId:
-        return self._workers[worker_id].node
-
     def drain(self) -> list[Record]:
         """Everything queued, taken out."""
-        drained = sorted([*self._returning, *self._fresh], key=_order)
-        self._returning, self._fresh = [], []
+        drained, self._queue = self._queue, []
         return drained
 
-    def dispatch(self) -> list[tuple[Record, Worker]]:
-        """Take out of the queue what starts now, with the worker it starts on.
+    def next_start(self, may_start: Callable[[Record], bool], now: float) -> tuple[Record, Worker] | None:
+        """Take the next one that starts now out of the queue, with the worker it starts on; None if none does.
 
-        New trajectories left no worker: they never overtake an older one.
+        With `prefer_other`, room goes first to trajectories that left another worker; no room stays empty for that.
         """
-        chosen: list[tuple[Record, Worker]] = []
         free = [worker for worker in self._workers.values() if worker.room > 0]
-        waiting: deque[Record] = deque()
-        for record in list(self._returning) if free else ():
-            leaves = self._prefer_other and self._home(record) is None
-            able = [worker for worker in free if worker.worker_id != record.worker] if leaves else []
-            if able:
-                self._assign(record, able, free, chosen)
-            else:
-                waiting.append(record)
-        while free and (waiting or self._fresh):
-            head = min((queue[0] for queue in (waiting, self._fresh) if queue), key=_order)
-            if waiting and head is waiting[0]:
-                waiting.popleft()
-            home = self._home(head)
-            able = [worker for worker in free if home is None or worker is home]
-            if able:
-                self._assign(head, able, free, chosen)
-        return chosen
+        if not free or not self._queue or self.paused:
+            return None
+        queue = self._in_turn()
+        if self._prefer_other:
+            for record in queue:
+                others = [worker for worker in free if worker.worker_id != record.worker]
+                if record.workers and self._home(record) is None and others and may_start(record):
+                    return self._assign(record, others)
+        for record in queue:
+            if not may_start(record):
+                continue
+            home = self._home(record)
+            if home is None:
+                return self._assign(record, free)
+            if home in free:
+                return self._assign(record, [home])
+            if record.refused_at is None:
+                record.refused_at = now
+            if home.draining or now - record.refused_at >= self._patience(record):
+                return self._assign(record, free)
+        return None
+
+    def _in_turn(self) -> Iterable[Record]:
+        if self._to_go is None:
+            return list(self._queue)
+        to_go = self._to_go
+        return sorted(self._queue, key=lambda record: (_order(record)[0], -to_go(record), record.order))
 
     def _home(self, record: Record) -> Worker | None:
         return self._workers.get(record.home.worker) if record.home is not None else None
 
-    def _assign(
-        self, record: Record, able: list[Worker], free: list[Worker], chosen: list[tuple[Record, Worker]]
-    ) -> None:
-        """Give a queued trajectory to the one of `able` with the most room; a full worker is no longer free."""
-        worker = max(able, key=lambda worker: worker.room)
+    def _assign(self, record: Record, able: Sequence[Worker]) -> tuple[Record, Worker]:
+        worker = self._choose(record, able)
         self.dequeue(record)
         worker.running.add(record.trajectory_id)
-        chosen.append((record, worker))
-        if not worker.room:
-            free.remove(worker)
-
-    def _queue_of(self, record: Record) -> list[Record]:
-        return self._returning if record.workers else self._fresh
+        return record, worker
 
 
-def _order(record: Record) -> int:
-    return record.order
+def _order(record: Record) -> tuple[int, int]:
+    return (0 if record.priority is Priority.EVAL else 1, record.order)

@@ -1,15 +1,18 @@
 """Trajectories by the groups they form, from submission until the whole group is over and has arrived.
 
 A group is handed out to one call. If that call's answer is lost, and the driver says so, it is handed out again.
+Everything submitted is accounted for at any time (`accounts`).
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 
+from rollout.control.lifecycle import ON_WORKER
 from rollout.control.pooled import Pooled
-from rollout.control.records import Record, Submission
+from rollout.control.records import Batch, Group, Record, Submission
 from rollout.errors import DuplicateKeyError
-from rollout.types import Delivery, GroupId, TrajectoryId
+from rollout.metrics import Accounts
+from rollout.types import AbortReason, Delivery, FinishReason, GroupId, Phase, Trajectory, TrajectoryId
 
 
 class Groups:
@@ -17,11 +20,13 @@ class Groups:
 
     def __init__(self) -> None:
         self._records: dict[TrajectoryId, Record] = {}
-        self._groups: dict[GroupId, list[Record]] = {}
-        self._submissions: dict[GroupId, Submission] = {}
-        self._held: dict[GroupId, set[TrajectoryId]] = {}
-        """Members on hold, of groups that have any."""
+        self._groups: dict[GroupId, Group] = {}
+        self._held: set[GroupId] = set()
+        """Groups with members on hold."""
+        self._begun: set[GroupId] = set()
+        """Groups of which a member was started once, and that are not over."""
         self._complete: deque[GroupId] = deque()
+        """With something to hand out: all of a group, or members of one that is handed out in parts."""
         self._handed: dict[str, list[Delivery]] = {}
         """By the call that they were handed out to, until it is known whether they arrived."""
         self._returned: deque[Delivery] = deque()
@@ -29,8 +34,12 @@ class Groups:
         self._abandoned: set[str] = set()
         """Calls that are still under way although nobody waits for them."""
         self._submitted = 0
+        self._acknowledged = 0
+        self._dropped: Counter[AbortReason] = Counter()
         self._epoch = 0
         """The highest of any group that was handed out: where a key that is used again begins."""
+
+    # Submission ---------------------------------------------------------------------------------------
 
     def check(self, submissions: Sequence[Submission]) -> list[Submission]:
         """Those of `submissions` that are new; one that is here already, all of it equal, was told twice.
@@ -39,36 +48,33 @@ class Groups:
         """
         new: dict[GroupId, Submission] = {}
         for submission in submissions:
-            other = self._submissions.get(submission.group_id) or new.get(submission.group_id)
+            group = self._groups.get(submission.group_id)
+            other = group.submission if group is not None else new.get(submission.group_id)
             if other is None:
                 new[submission.group_id] = submission
             elif other != submission or submission.group_id in new:
                 raise DuplicateKeyError(f"key {submission.group_id!r} is in use by a group that was not handed out yet")
         return list(new.values())
 
-    def add(self, submission: Submission, now: float) -> list[Record]:
+    def add(self, submission: Submission, batch: Batch, now: float) -> Group:
         """New records for a group that `check` let through."""
-        group: list[Record] = []
+        group = Group(submission=submission, batch=batch, submitted_at=now)
         for index, seed in enumerate(submission.seeds):
             trajectory_id = TrajectoryId(f"{submission.group_id}/{index}")
             record = Record(
                 trajectory_id=trajectory_id,
-                group_id=submission.group_id,
+                group=group,
                 sample_index=index,
                 order=self._submitted + index,
-                prompt_ids=submission.prompt_ids,
-                sampling=submission.sampling,
                 seed=seed,
-                submitted_at=now,
-                metadata=submission.metadata,
                 pooled=Pooled(trajectory_id),
                 epoch=self._epoch,
             )
-            group.append(record)
-        self._submitted += len(group)
-        self._records.update((record.trajectory_id, record) for record in group)
+            group.members.append(record)
+            self._records[trajectory_id] = batch.open[trajectory_id] = record
+        self._submitted += len(group.members)
+        batch.size += len(group.members)
         self._groups[submission.group_id] = group
-        self._submissions[submission.group_id] = submission
         return group
 
     def get(self, trajectory_id: TrajectoryId) -> Record | None:
@@ -84,12 +90,36 @@ class Groups:
         known: dict[TrajectoryId, Record] = {}
         unknown: list[TrajectoryId] = []
         for name in ids:
-            record = self._records.get(TrajectoryId(name))
-            members = [record] if record is not None else self._groups.get(GroupId(name), [])
+            record, group = self._records.get(TrajectoryId(name)), self._groups.get(GroupId(name))
+            members = [record] if record is not None else group.members if group is not None else []
             known.update((member.trajectory_id, member) for member in members)
             if not members:
                 unknown.append(TrajectoryId(name))
         return list(known.values()), tuple(unknown)
+
+    @property
+    def outstanding(self) -> int:
+        """Trajectories that were not handed out."""
+        return len(self._records)
+
+    def begin(self, group: Group) -> None:
+        """A member starts."""
+        self._begun.add(group.group_id)
+
+    def has_begun(self, group: Group) -> bool:
+        return group.group_id in self._begun
+
+    @property
+    def begun(self) -> int:
+        """Groups of which a member was started once, and that are not over."""
+        return len(self._begun)
+
+    @property
+    def unfinished(self) -> int:
+        """Groups that are not over."""
+        return sum(not group.over for group in self._groups.values())
+
+    # Holding and ending -------------------------------------------------------------------------------
 
     @property
     def coming(self) -> int:
@@ -98,32 +128,53 @@ class Groups:
 
     @property
     def complete(self) -> int:
-        """Groups that are over and were not handed out."""
+        """Deliveries that are ready and were not handed out."""
         return len(self._complete) + len(self._returned)
 
     def hold(self, record: Record) -> None:
         """`record` stays suspended until somebody commands otherwise."""
-        self._held.setdefault(record.group_id, set()).add(record.trajectory_id)
+        record.group.held.add(record.trajectory_id)
+        self._held.add(record.group_id)
 
     def unhold(self, record: Record) -> None:
-        if record.group_id in self._held:
-            self._held[record.group_id].discard(record.trajectory_id)
-            if not self._held[record.group_id]:
-                del self._held[record.group_id]
+        record.group.held.discard(record.trajectory_id)
+        if not record.group.held:
+            self._held.discard(record.group_id)
 
     def ended(self, record: Record) -> None:
         """`record` is over; with the last of its group the group is complete."""
-        if all(member.over for member in self._groups[record.group_id]):
-            self._complete.append(record.group_id)
+        group = record.group
+        del group.batch.open[record.trajectory_id]
+        group.batch.over += 1
+        if record.phase is Phase.DROPPED:
+            assert record.abort_reason is not None, f"{record.trajectory_id} was dropped for no reason"
+            self._dropped[record.abort_reason] += 1
+        elif record.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+            for lengths in (group.lengths, group.batch.lengths):
+                lengths.add(record.sampled_tokens)
+        if group.over:
+            self._begun.discard(group.group_id)
+        if group.over and all(_discarded(member) for member in group.members):
+            self._forget(group)
+        elif group.submission.partial:
+            if group.group_id not in self._complete and (group.over or not _discarded(record)):
+                self._complete.append(group.group_id)
+        elif group.over:
+            self._complete.append(group.group_id)
+
+    # Handing out --------------------------------------------------------------------------------------
 
     def take(self, count: int, call: str) -> list[Delivery]:
-        """Up to `count` complete groups, first completed first, handed out to `call`.
+        """Up to `count` deliveries, first completed first, handed out to `call`.
 
         They are kept until it is told what became of the call: `acknowledge` or `abandon`.
         """
         taken: list[Delivery] = []
         while self.complete and len(taken) < count and call not in self._abandoned:
-            taken.append(self._returned.popleft() if self._returned else self._deliver(self._complete.popleft()))
+            if self._returned:
+                taken.append(self._returned.popleft())
+            elif (delivery := self._deliver(self._complete.popleft())) is not None:
+                taken.append(delivery)
         if taken:
             self._handed[call] = taken
         self._abandoned.discard(call)
@@ -132,7 +183,7 @@ class Groups:
     def acknowledge(self, calls: Iterable[str]) -> None:
         """What was handed out to these calls has arrived."""
         for call in calls:
-            self._handed.pop(call, None)
+            self._acknowledged += sum(len(delivery.trajectories) for delivery in self._handed.pop(call, ()))
 
     def abandon(self, calls: Iterable[str]) -> None:
         """Nobody waits for these calls any more: what they were handed, or would be, is handed out again."""
@@ -142,10 +193,55 @@ class Groups:
             else:
                 self._abandoned.add(call)
 
-    def _deliver(self, group_id: GroupId) -> Delivery:
-        group = self._groups.pop(group_id)
-        del self._submissions[group_id]
-        for record in group:
+    def accounts(self) -> Accounts:
+        """Where everything is that was ever submitted, counted from what there is."""
+        phases = Counter(record.phase for record in self._records.values())
+        early = sum(len(group.handed) for group in self._groups.values())
+        returned = sum(len(delivery.trajectories) for delivery in self._returned)
+        return Accounts(
+            submitted=self._submitted,
+            queued=phases[Phase.QUEUED],
+            active=sum(phases[phase] for phase in ON_WORKER) + phases[Phase.SUSPENDING],
+            suspended=phases[Phase.SUSPENDED],
+            buffered=phases[Phase.FINISHED] + phases[Phase.FAILED] - early + returned,
+            delivered=sum(len(delivery.trajectories) for handed in self._handed.values() for delivery in handed),
+            acknowledged=self._acknowledged,
+            dropped={reason: count for reason, count in self._dropped.items() if count},
+        )
+
+    def _deliver(self, group_id: GroupId) -> Delivery | None:
+        """What of a group is over and was not handed out; None if an earlier delivery had it all."""
+        group = self._groups.get(group_id)
+        if group is None:
+            return None
+        ready = [member for member in group.members if member.over and member.trajectory_id not in group.handed]
+        kept = [member for member in ready if member.phase is not Phase.DROPPED]
+        dropped = [member for member in ready if member.phase is Phase.DROPPED and not _discarded(member)]
+        over = group.over
+        if over:
+            self._forget(group)
+        elif ready:
+            group.handed.update(member.trajectory_id for member in kept)
+        if not (kept or dropped or over):
+            return None
+        return Delivery(
+            group_id=group_id,
+            trajectories=_snapshots(kept),
+            dropped=_snapshots(dropped) if over else (),
+            complete=over,
+            error=group.error,
+        )
+
+    def _forget(self, group: Group) -> None:
+        del self._groups[group.group_id]
+        for record in group.members:
             del self._records[record.trajectory_id]
             self._epoch = max(self._epoch, record.epoch)
-        return Delivery(group_id=group_id, trajectories=tuple(record.snapshot() for record in group))
+
+
+def _discarded(record: Record) -> bool:
+    return record.phase is Phase.DROPPED and record.abort_reason is AbortReason.DISCARD
+
+
+def _snapshots(records: Iterable[Record]) -> tuple[Trajectory, ...]:
+    return tuple(record.snapshot() for record in records)

@@ -7,6 +7,7 @@ Every message about a trajectory on a worker carries the epoch of its assignment
 from dataclasses import dataclass
 
 from rollout.types import (
+    AbortReason,
     Columns,
     FinishReason,
     Image,
@@ -16,8 +17,32 @@ from rollout.types import (
     SegmentId,
     TrajectoryId,
     Turn,
+    Version,
     WorkerId,
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopWatch:
+    """When output counts as a loop: its end is one piece of up to `ngram` tokens, `times` times in a row or more,
+    `min_tokens` long altogether or more."""
+
+    ngram: int
+    times: int
+    min_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watch:
+    """What a worker looks for after every step of a sequence, since it has all the facts: then it parks it."""
+
+    slice_tokens: int | None = None
+    """Sampled in this assignment; 0: it is parked as soon as it has its KV."""
+    most_tokens: int | None = None
+    """Output tokens of the trajectory."""
+    loop: LoopWatch | None = None
+    turns: bool = False
+    """A stop ends a turn: the sequence is parked, not finished."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +56,7 @@ class Assignment:
     """What was sampled before."""
     sampling: SamplingParams
     seed: int
-    slice_tokens: int | None
-    """Tokens to sample before the engine parks it; None: no limit; 0: it is parked as soon as it has its KV."""
+    watch: Watch
     max_context: int
     """Most tokens, prompt included, on any worker of the service."""
     image: Image | None
@@ -102,6 +126,8 @@ class Parked(WorkerEvent):
     """Whole pages of the prompt among them: what a group can share."""
     page_keys: tuple[bytes, ...]
     """Names of the whole pages."""
+    reason: AbortReason | None = None
+    """What the worker saw; None: it was told to stop it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +151,42 @@ class Freed(WorkerEvent):
 
     exclusive_pages: int
     freed_pages: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """What moving or computing something takes: `fixed_s` and `unit_s` for each token, byte or sequence of it."""
+
+    fixed_s: float
+    unit_s: float
+
+    def seconds(self, units: float) -> float:
+        return self.fixed_s + self.unit_s * units
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerFacts:
+    """What a worker measured of itself, and the room it has. None is what it has not seen yet."""
+
+    free_tokens: int
+    """KV that fits on the device without taking it from a sequence: free pages, and those that can be evicted."""
+    total_tokens: int
+    """KV that fits on the device."""
+    host_free_tokens: int
+    """KV that fits into host memory without giving up kept images."""
+    host_total_tokens: int
+    token_bytes: int
+    """KV of one token."""
+    prefill_s: tuple[float | None, ...] = ()
+    """Of one token, where its position is in [2^i, 2^(i+1)), for i = 0, 1, ...; measured while the worker decodes."""
+    step: Pace | None = None
+    """A decode step, by sequences in the batch."""
+    restore: Pace | None = None
+    """From the pool, by bytes: until the sequence can run."""
+    load: Pace | None = None
+    """From host memory to the device, by bytes: until the sequence can run."""
+    save: Pace | None = None
+    """From the device to host memory, by bytes."""
 
 
 # From outside -------------------------------------------------------------------------------------
@@ -153,6 +215,29 @@ class WorkerReport:
     worker: WorkerId
     incarnation: str
     events: tuple[WorkerEvent, ...]
+    facts: WorkerFacts | None = None
+    """As of the last event; None: as before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolRoom:
+    """What the pool of a node has room for, beside what is in it."""
+
+    node: NodeId
+    free_bytes: int
+    budget_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsLive:
+    """From now on tokens are sampled with these weights."""
+
+    version: Version
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tick:
+    """Time has passed: deadlines are looked at."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,6 +257,8 @@ class Exported:
     epoch: int
     image: Image
     sent_bytes: int
+    seconds: float = 0.0
+    """From the order until the pool had all of it."""
     displaced: tuple[Displaced, ...] = ()
     """To make room for it."""
 
@@ -194,7 +281,7 @@ class Spilled:
     """Since the pool of the node was started."""
 
 
-Event = WorkerUp | WorkerDown | WorkerReport | Exported | ExportFailed | Spilled
+Event = WorkerUp | WorkerDown | WorkerReport | Exported | ExportFailed | Spilled | PoolRoom | WeightsLive | Tick
 
 
 # Commands -----------------------------------------------------------------------------------------
@@ -213,6 +300,25 @@ class Stop:
     worker: WorkerId
     trajectory_id: TrajectoryId
     epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pause:
+    """Run no step until `Unpause`; commands are obeyed all the same."""
+
+    worker: WorkerId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unpause:
+    worker: WorkerId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retire:
+    """Nothing is left on the worker, and nothing will come: its process may end."""
+
+    worker: WorkerId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,4 +396,4 @@ class Drop:
     segment: SegmentId
 
 
-Command = Start | Stop | Export | Release | KeepThere | Recall | Retain | Expect | Drop
+Command = Start | Stop | Pause | Unpause | Retire | Export | Release | KeepThere | Recall | Retain | Expect | Drop

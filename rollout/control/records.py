@@ -1,18 +1,22 @@
-"""What the controller knows of a trajectory. Mutated by the controller only."""
+"""What the controller knows of a trajectory and of its group. Mutated by the controller only."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from rollout.control.lengths import Lengths
 from rollout.control.lifecycle import ON_WORKER, OVER, move
-from rollout.control.messages import Admitted, Assignment, Sampled
+from rollout.control.messages import Admitted, Assignment, Sampled, Watch
 from rollout.control.pooled import Pooled
 from rollout.types import (
+    AbortReason,
+    Attempt,
     Columns,
     FinishReason,
     GroupId,
     Keep,
     Phase,
+    Priority,
     Resume,
     SamplingParams,
     Then,
@@ -21,6 +25,7 @@ from rollout.types import (
     Turn,
     Wait,
     WorkerId,
+    trajectory_seed,
     version_runs,
 )
 
@@ -31,10 +36,25 @@ class Submission:
 
     group_id: GroupId
     prompt_ids: tuple[int, ...]
-    sampling: SamplingParams
-    seeds: tuple[int, ...]
+    sampling: tuple[SamplingParams, ...]
     """One for each sample."""
+    seeds: tuple[int, ...]
+    """Likewise."""
     metadata: dict[str, Any] = field(default_factory=dict)
+    priority: Priority = Priority.TRAIN
+    deadline_s: float | None = None
+    """After which it is stopped; None: what the policy says, if there is one."""
+    max_group_tokens: int | None = None
+    """Sampled by all members together, over all their attempts; None: any number."""
+    multi_turn: bool = False
+    """A stop ends a turn: the trajectory then waits for `extend`."""
+    caller: str = ""
+    """Whose waits between turns are alike."""
+    partial: bool = False
+    """Members are handed out as they end."""
+
+    def __post_init__(self) -> None:
+        assert len(self.sampling) == len(self.seeds), (len(self.sampling), len(self.seeds))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,12 +62,19 @@ class Intent:
     """What is to become of a trajectory once it is out of the batch."""
 
     keep: Keep
+    """AUTO: to be decided when the trajectory has stopped."""
     then: Then
+    reason: AbortReason = AbortReason.DRIVER
+
+    @property
+    def continues(self) -> bool:
+        """Whether the trajectory goes on later with what it has."""
+        return self.then in (Then.HOLD, Then.REQUEUE)
 
     @property
     def keeps(self) -> bool:
         """Whether the KV is of any use then."""
-        return self.keep is not Keep.NONE and self.then is not Then.FINISH
+        return self.keep is not Keep.NONE and self.continues
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,21 +108,75 @@ class Transfer:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
+class Batch:
+    """The trajectories of one call of `submit`."""
+
+    size: int = 0
+    over: int = 0
+    tailed: bool = False
+    """Its tail was stopped."""
+    lengths: Lengths = field(default_factory=Lengths)
+    """Of finished members."""
+    open: "dict[TrajectoryId, Record]" = field(default_factory=dict)
+    """Those that are not over."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Group:
+    """The trajectories of one prompt."""
+
+    submission: Submission
+    batch: Batch
+    submitted_at: float
+    members: "list[Record]" = field(default_factory=list)
+    held: set[TrajectoryId] = field(default_factory=set)
+    """Members that stay suspended until somebody commands otherwise."""
+    lengths: Lengths = field(default_factory=Lengths)
+    """Sampled tokens of finished members."""
+    error: str | None = None
+    """Why it failed as a whole."""
+    handed: set[TrajectoryId] = field(default_factory=set)
+    """Members that were handed out before the rest (`Submission.partial`)."""
+
+    @property
+    def group_id(self) -> GroupId:
+        return self.submission.group_id
+
+    @property
+    def over(self) -> bool:
+        return all(member.over for member in self.members)
+
+    @property
+    def budget_left(self) -> int | None:
+        """Tokens that may still be sampled and are allowed to no member that is on a worker; None: any number."""
+        if self.submission.max_group_tokens is None:
+            return None
+        spent = sum(member.sampled_tokens + member.attempted_tokens for member in self.members)
+        allowed = sum(member.allowed_tokens - member.sampled_tokens for member in self.members if member.on_worker)
+        return self.submission.max_group_tokens - spent - allowed
+
+    @property
+    def budget_spent(self) -> bool:
+        most = self.submission.max_group_tokens
+        if most is None:
+            return False
+        return sum(member.sampled_tokens + member.attempted_tokens for member in self.members) >= most
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
 class Record:
     """One trajectory. `columns` is the truth; everything about KV is a cache of it."""
 
     trajectory_id: TrajectoryId
-    group_id: GroupId
+    group: Group
     sample_index: int
     order: int
     """Position in submission order: older ones go first."""
-    prompt_ids: tuple[int, ...]
-    sampling: SamplingParams
     seed: int
-    submitted_at: float
-    metadata: dict[str, Any]
     pooled: Pooled
     phase: Phase = Phase.QUEUED
+    paused_from: Phase | None = None
+    """What it goes on with after a pause."""
     columns: Columns = field(default_factory=Columns)
     epoch: int = 0
     kv_tokens: int = 0
@@ -109,6 +190,26 @@ class Record:
     promoting: bool = False
     """It is on a worker, or about to be, for its KV only."""
     suspensions: int = 0
+    abort_reason: AbortReason | None = None
+    """Of the last stop; None once it went on."""
+    fired: set[AbortReason] = field(default_factory=set)
+    """Policies that stop a trajectory once and have."""
+    ended_turn: bool = False
+    """It stopped by itself, at the end of a turn."""
+    extended_by: set[str] = field(default_factory=set)
+    """Calls that appended tokens."""
+    attempts: list[Attempt] = field(default_factory=list)
+    failures: int = 0
+    """Retries and replacements."""
+    allowed_tokens: int = 0
+    """Of its group's budget: sampled tokens after which it comes back for more, on a worker."""
+    stopped_at: float = 0.0
+    stopped_for: Intent | None = None
+    """Of the last stop, until it goes on: what its return is measured by."""
+    drained_from: WorkerId | None = None
+    """A worker that was drained, from which its KV was sent to the pool."""
+    refused_at: float | None = None
+    """Since when it could run on another worker than the one that has its KV."""
     workers: list[WorkerId] = field(default_factory=list)
     resumes: list[Resume] = field(default_factory=list)
     lost: bool = False
@@ -125,6 +226,67 @@ class Record:
 
     def enter(self, phase: Phase) -> None:
         self.phase = move(self.phase, phase)
+        self.paused_from = None
+
+    def proceed(self, phase: Phase) -> None:
+        """What it does on its worker, now or after the pause that it is in."""
+        if self.phase is Phase.PAUSED:
+            self.paused_from = phase
+        elif self.phase is not phase:
+            self.enter(phase)
+
+    def pause(self) -> None:
+        before = self.phase
+        self.enter(Phase.PAUSED)
+        self.paused_from = before
+
+    def unpause(self) -> None:
+        assert self.paused_from is not None, f"{self.trajectory_id} was not paused"
+        self.enter(self.paused_from)
+
+    @property
+    def group_id(self) -> GroupId:
+        return self.group.group_id
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        return self.group.submission.prompt_ids
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return self.group.submission.sampling[self.sample_index]
+
+    @property
+    def priority(self) -> Priority:
+        return self.group.submission.priority
+
+    @property
+    def activity(self) -> Phase:
+        """Its phase, or what it would be but for a pause."""
+        return self.paused_from if self.paused_from is not None else self.phase
+
+    @property
+    def tokens(self) -> int:
+        """Prompt and output."""
+        return len(self.prompt_ids) + len(self.columns)
+
+    @property
+    def sampled_tokens(self) -> int:
+        return self.columns.sampled
+
+    @property
+    def attempted_tokens(self) -> int:
+        """Sampled in earlier attempts."""
+        return sum(run.tokens for each in self.attempts for run in each.versions if run.version is not None)
+
+    @property
+    def whereabouts(self) -> str:
+        """Where its KV is, and what it waits for, as far as a suspended trajectory is told by that."""
+        if self.ended_turn:
+            return "waiting"
+        if self.home is not None:
+            return str(self.home.where)
+        return str(Keep.POOL if self.pooled.image is not None else Keep.NONE)
 
     @property
     def worker(self) -> WorkerId | None:
@@ -143,7 +305,7 @@ class Record:
     @property
     def turn(self) -> Turn:
         """When it is expected to need its image: in the order in which the fleet would start it."""
-        match self.phase:
+        match self.activity:
             case Phase.RESTORING | Phase.PREEMPTED:
                 wait = Wait.STARTING
             case Phase.PREFILLING | Phase.DECODING:
@@ -157,7 +319,7 @@ class Record:
 
     @property
     def budget_spent(self) -> bool:
-        return len(self.columns) >= self.sampling.max_new_tokens
+        return self.sampled_tokens >= self.sampling.max_new_tokens or self.group.budget_spent
 
     @property
     def over(self) -> bool:
@@ -172,27 +334,24 @@ class Record:
             self.columns.extend(news)
             self.losses = 0
             if self.phase is not Phase.DECODING:
-                self.enter(Phase.DECODING)
+                self.proceed(Phase.DECODING)
         return len(news)
 
     def preempted(self) -> bool:
         """Whether this was not told before."""
-        if self.phase is Phase.PREEMPTED:
+        if self.activity is Phase.PREEMPTED:
             return False
-        self.enter(Phase.PREEMPTED)
+        self.proceed(Phase.PREEMPTED)
         return True
 
     def admitted(self, event: Admitted) -> dict[str, int]:
         """The worker gave it pages; returns what counts of it, which is nothing if it was told before."""
         first = self.admitted_epoch != self.epoch
-        if not first and self.phase is not Phase.PREEMPTED:
+        if not first and self.activity is not Phase.PREEMPTED:
             return {}
         self.admitted_epoch = self.epoch
-        known = len(self.prompt_ids) + len(self.columns)
-        whole = event.cached_tokens + event.loaded_tokens + event.restored_tokens >= known - 1 > 0
-        phase = Phase.DECODING if whole else Phase.PREFILLING
-        if self.phase is not phase:
-            self.enter(phase)
+        whole = event.cached_tokens + event.loaded_tokens + event.restored_tokens >= self.tokens - 1 > 0
+        self.proceed(Phase.DECODING if whole else Phase.PREFILLING)
         if self.promoting:
             return {"loaded_tokens": event.loaded_tokens}  # what it lacks is not computed
         counts = {"recomputed_tokens": event.recomputed_tokens, "loaded_tokens": event.loaded_tokens}
@@ -202,7 +361,29 @@ class Record:
             self.resumes.append(Resume(worker=self.workers[-1], **counts))
         return counts
 
-    def assignment(self, *, slice_tokens: int | None, max_context: int) -> Assignment:
+    def begin_again(self, error: str | None = None) -> None:
+        """From the prompt, with other draws; what it had is kept as an attempt."""
+        self.attempts.append(
+            Attempt(
+                seed=self.seed,
+                output_ids=tuple(self.columns.ids),
+                logprobs=tuple(self.columns.logprobs),
+                versions=version_runs(self.columns.versions),
+                reason=self.abort_reason if error is None else None,
+                error=error,
+            )
+        )
+        self.seed = trajectory_seed(
+            request_seed=self.group.submission.seeds[self.sample_index],
+            run_seed=0,
+            key=self.trajectory_id,
+            sample_index=len(self.attempts),
+        )
+        self.columns = Columns()
+        self.kv_tokens = 0
+        self.ended_turn = False
+
+    def assignment(self, *, watch: Watch, max_context: int) -> Assignment:
         return Assignment(
             trajectory_id=self.trajectory_id,
             epoch=self.epoch,
@@ -210,7 +391,7 @@ class Record:
             output=self.columns.since(0),
             sampling=self.sampling,
             seed=self.seed,
-            slice_tokens=slice_tokens,
+            watch=watch,
             max_context=max_context,
             image=self.pooled.image,
             kv_tokens=self.kv_tokens,
@@ -228,11 +409,13 @@ class Record:
             logprobs=tuple(self.columns.logprobs),
             versions=version_runs(self.columns.versions),
             finish_reason=self.finish_reason,
+            abort_reason=self.abort_reason,
             error=self.error,
+            attempts=tuple(self.attempts),
             suspensions=self.suspensions,
             workers=tuple(self.workers),
             resumes=tuple(self.resumes),
-            submitted_at=self.submitted_at,
+            submitted_at=self.group.submitted_at,
             finished_at=self.finished_at,
-            metadata=self.metadata,
+            metadata=self.group.submission.metadata,
         )

@@ -1,35 +1,57 @@
-"""Every trajectory with the workers, and the moves that both halves of the controller make: queue, start, end.
+"""Every trajectory with the workers, and the moves that all parts of the controller make: queue, start, end.
 
 A trajectory is in the queue if and only if it is `queued`, in a worker's set if and only if it is on that worker.
 """
 
+import functools
 from collections import Counter, deque
 
-from rollout.control.fleet import Fleet
+from rollout.config import AbortConfig, GroupsConfig, ResumeConfig, SliceBudget
+from rollout.control.fleet import Fleet, Worker
 from rollout.control.groups import Groups
-from rollout.control.messages import Command, Release, Start
-from rollout.control.records import Record
-from rollout.types import FinishReason, Phase, Then
+from rollout.control.keeping import Keeping
+from rollout.control.messages import Command, Release, Start, Watch
+from rollout.control.policies import Policies
+from rollout.control.records import Intent, Record
+from rollout.control.routing import Router, most_room, recompute_s, to_go
+from rollout.types import AbortReason, FinishReason, Phase, Then
 
 TROUBLES = 20
 """How many are remembered."""
 
 
 class Roster:
-    """Mutable, shared by `Controller` and `Suspensions`."""
+    """Mutable, shared by the parts of the controller."""
 
-    def __init__(self, *, workers: int, max_context: int, slice_tokens: int | None, prefer_other: bool) -> None:
-        self.fleet = Fleet(size=workers, prefer_other=prefer_other)
+    def __init__(
+        self, *, workers: int, max_context: int, abort: AbortConfig, resume: ResumeConfig, groups: GroupsConfig
+    ) -> None:
+        sliced = next((policy.tokens for policy in abort.policies if isinstance(policy, SliceBudget)), None)
+        self.fleet = Fleet(
+            size=workers,
+            prefer_other=resume.prefer == "other",
+            choose=Router(sliced).choose if resume.prefer == "cheapest" else most_room,
+            patience=lambda record: recompute_s(record, self.fleet.workers),
+            to_go=to_go if resume.order == "longest" else None,
+        )
         self.groups = Groups()
+        self.rules = groups
+        self.policies = Policies(abort, max_resumes=resume.max_resumes)
+        self.keeping = Keeping()
         self.tally: Counter[str] = Counter()
         self.troubles: deque[str] = deque(maxlen=TROUBLES)
-        self._max_context = max_context
-        self._slice_tokens = slice_tokens
+        self.ended: list[Record] = []
+        """Since the controller last looked."""
+        self.window: int | None = None
+        """So many groups may be under way at once; None: any number."""
+        self.max_context = max_context
+
+    # Waiting and starting -----------------------------------------------------------------------------
 
     def enqueue(self, record: Record, now: float) -> list[Command]:
         """The trajectory waits for a worker, if it has anything left to do and may find one."""
         self.groups.unhold(record)
-        if record.budget_spent:
+        if record.budget_spent or record.tokens >= self.max_context:
             return self.end(record, FinishReason.LENGTH, now)
         return self.wait(record, now)
 
@@ -42,31 +64,83 @@ class Roster:
         self.fleet.enqueue(record)
         return record.pooled.expect(record.turn)
 
-    def dispatch(self) -> list[Command]:
-        """Start what can be."""
+    def dispatch(self, now: float) -> list[Command]:
+        """Start what can be; what its group has no tokens left for is over."""
         commands: list[Command] = []
-        for record, worker in self.fleet.dispatch():
-            record.promoting = record.intent is not None and record.intent.then is not Then.REQUEUE
-            if not record.promoting:
-                record.intent = None
-                if record.lost:
-                    self.tally["restarts"] += 1
-                elif record.workers:
-                    self.tally["resumes"] += 1
-                    self.tally["resumed_elsewhere"] += record.worker != worker.worker_id
-            record.lost = False
-            if record.home is not None and record.home.worker != worker.worker_id:
-                commands += self.leave_home(record)
-            loads = record.pooled.image is not None or record.home is not None
-            record.home = None  # what is there is the worker's affair now
-            record.workers.append(worker.worker_id)
-            record.epoch += 1
-            record.enter(Phase.RESTORING if loads else Phase.PREFILLING)
-            commands += record.pooled.expect(record.turn)
-            slice_tokens = 0 if record.promoting else self._slice_tokens
-            assignment = record.assignment(slice_tokens=slice_tokens, max_context=self._max_context)
-            commands.append(Start(worker=worker.worker_id, assignment=assignment))
+        may_start = functools.partial(self._may_start, now=now, ended=commands)
+        while (chosen := self.fleet.next_start(may_start, now)) is not None:
+            commands += self._start(*chosen, now)
         return commands
+
+    def _may_start(self, record: Record, *, now: float, ended: list[Command]) -> bool:
+        if record.phase is not Phase.QUEUED:
+            return False
+        group = record.group
+        begins = self.window is not None and not self.groups.has_begun(group)
+        if begins and self.window is not None and self.groups.begun >= self.window:
+            return False
+        if record.intent is not None and record.intent.then is not Then.REQUEUE:
+            return True  # for its KV only
+        if group.budget_spent:
+            self.fleet.dequeue(record)
+            ended += self.end(record, FinishReason.LENGTH, now)
+            return False
+        left = group.budget_left
+        return left is None or left > 0
+
+    def _start(self, record: Record, worker: Worker, now: float) -> list[Command]:
+        commands: list[Command] = []
+        record.promoting = record.intent is not None and record.intent.then is not Then.REQUEUE
+        if not record.promoting:
+            if record.stopped_for is not None:
+                self.keeping.experience.resumed(record, record.stopped_for, now - record.stopped_at)
+            record.intent = record.stopped_for = None
+            record.abort_reason = None
+            record.ended_turn = False
+            if record.lost:
+                self.tally["restarts"] += 1
+            elif record.workers:
+                self.tally["resumes"] += 1
+                self.tally["resumed_elsewhere"] += record.worker != worker.worker_id
+        record.lost = False
+        if record.home is not None:
+            waited_s = now - record.refused_at if record.refused_at is not None else 0.0
+            self.keeping.experience.went_home(waited_s)
+            if record.home.worker != worker.worker_id:
+                commands += self.leave_home(record)
+        record.refused_at = None
+        loads = record.pooled.image is not None or record.home is not None
+        record.home = None  # what is there is the worker's affair now
+        record.workers.append(worker.worker_id)
+        record.epoch += 1
+        record.enter(Phase.RESTORING if loads else Phase.PREFILLING)
+        self.groups.begin(record.group)
+        worker.ran(record.group_id)
+        commands += record.pooled.expect(record.turn)
+        watch = Watch(slice_tokens=0) if record.promoting else self._watch(record)
+        commands.append(
+            Start(worker=worker.worker_id, assignment=record.assignment(watch=watch, max_context=self.max_context))
+        )
+        return commands
+
+    def _watch(self, record: Record) -> Watch:
+        """With a fair part of what is left of its group's budget, if that has one."""
+        # It is on its worker by now, with nothing allowed yet.
+        record.allowed_tokens = record.sampled_tokens
+        left, allowed = record.group.budget_left, None
+        if left is not None:
+            others = sum(not member.over and not member.on_worker for member in record.group.members)
+            allowed = max(1, left // (others + 1))
+            record.allowed_tokens += allowed
+        return self.policies.watch(record, allowed)
+
+    # Stopping and ending ------------------------------------------------------------------------------
+
+    def stopped(self, record: Record, intent: Intent, now: float) -> None:
+        """It is out of the batch, for this."""
+        record.abort_reason = intent.reason
+        record.stopped_at = now
+        record.stopped_for = intent
 
     def leave_home(self, record: Record) -> list[Command]:
         """What the trajectory has on a worker is not needed any more."""
@@ -76,14 +150,27 @@ class Roster:
         return [Release(worker=home.worker, trajectory_id=record.trajectory_id, epoch=home.epoch)]
 
     def end(self, record: Record, reason: FinishReason, now: float) -> list[Command]:
-        record.enter(Phase.FAILED if reason is FinishReason.ERROR else Phase.FINISHED)
-        record.finish_reason = reason
-        record.finished_at = now
-        record.intent = None
-        self.groups.unhold(record)
-        self.groups.ended(record)
-        return [*self.leave_home(record), *record.pooled.replace(None)]
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            record.abort_reason = None
+        return self._over(record, Phase.FAILED if reason is FinishReason.ERROR else Phase.FINISHED, reason, now)
+
+    def drop(self, record: Record, reason: AbortReason, now: float) -> list[Command]:
+        """It leaves its group."""
+        record.abort_reason = reason
+        return self._over(record, Phase.DROPPED, FinishReason.ABORT, now)
 
     def fail(self, record: Record, error: str, now: float) -> list[Command]:
         record.error = error
         return self.end(record, FinishReason.ERROR, now)
+
+    def _over(self, record: Record, phase: Phase, reason: FinishReason, now: float) -> list[Command]:
+        record.enter(phase)
+        record.finish_reason = reason
+        record.finished_at = now
+        record.intent = None
+        if record.stopped_for is not None:
+            self.keeping.experience.ended(record, record.stopped_for)
+        self.groups.unhold(record)
+        self.groups.ended(record)
+        self.ended.append(record)
+        return [*self.leave_home(record), *record.pooled.replace(None)]

@@ -26,7 +26,7 @@ from rollout.control.messages import (
 from rollout.control.pooled import Pooled
 from rollout.control.records import Home, Intent, Record, Transfer
 from rollout.control.roster import Roster
-from rollout.types import FinishReason, Keep, Phase, Then, TrajectoryId, WorkerId
+from rollout.types import AbortReason, FinishReason, Keep, Phase, Then, TrajectoryId, WorkerId
 
 ON_WORKER = (Keep.DEVICE, Keep.HOST)
 
@@ -34,30 +34,35 @@ ON_WORKER = (Keep.DEVICE, Keep.HOST)
 class Suspensions:
     """What aborts, slices and pools lead to."""
 
-    def __init__(self, roster: Roster, *, keep: Keep) -> None:
-        """`keep` is what `Keep.AUTO` means."""
+    def __init__(self, roster: Roster) -> None:
         self._roster = roster
-        self._keep = Keep.POOL if keep is Keep.AUTO else keep
 
     # Aborts and slices --------------------------------------------------------------------------------
-
-    def intent(self, keep: Keep, then: Then) -> Intent:
-        return Intent(keep=self._keep if keep is Keep.AUTO else keep, then=then)
 
     def parked(self, record: Record, event: Parked, now: float) -> list[Command]:
         """A trajectory left the batch, with its KV pinned on its worker."""
         worker = self._roster.fleet.leave(record)
-        record.intent = record.intent or self.intent(Keep.AUTO, Then.REQUEUE)
         record.kv_tokens = max(record.kv_tokens, event.kv_tokens)
+        if record.intent is None:
+            reason = event.reason or AbortReason.SLICE_BUDGET
+            record.intent = self._roster.policies.intent(reason)
+            record.fired.add(reason)
+        record.ended_turn = event.reason is AbortReason.TURN
         if not record.promoting:
             record.suspensions += 1
             self._roster.tally["suspensions"] += 1
+            self._roster.stopped(record, record.intent, now)
         record.promoting = False
         record.enter(Phase.SUSPENDING)
+        keep = self._roster.keeping.decide(record, record.intent, event.kv_tokens, worker, now)
+        if keep is not record.intent.keep:
+            record.intent = replace(record.intent, keep=keep)
         return self._put_away(record, event, worker.worker_id, now)
 
     def change(self, record: Record, intent: Intent, now: float) -> list[Command]:
-        """Another abort of a trajectory that is off its worker, or leaving it."""
+        """Another abort of a trajectory that is off its worker, or leaving it. Where its KV is does as `auto`."""
+        if intent.keep is Keep.AUTO:
+            intent = replace(intent, keep=self._whereabouts(record))
         record.intent = intent
         if record.phase is Phase.SUSPENDING:
             return record.pooled.expect(record.turn)
@@ -65,6 +70,21 @@ class Suspensions:
             self._roster.fleet.dequeue(record)
             record.enter(Phase.SUSPENDED)
         return self.settle(record, now) if record.phase is Phase.SUSPENDED else []
+
+    def resume(self, record: Record, now: float) -> list[Command]:
+        """Queue a trajectory that is suspended, or have it queued once it is; another one goes on as it does."""
+        if record.phase is Phase.SUSPENDED:
+            return self._roster.enqueue(record, now)
+        if record.phase is Phase.QUEUED and record.intent is not None:
+            self._roster.fleet.dequeue(record)  # it waited for its KV to be brought to a worker
+            record.enter(Phase.SUSPENDED)
+            record.intent = None
+            return self._roster.enqueue(record, now)
+        if record.intent is not None and record.intent.then is Then.HOLD:
+            record.intent = replace(record.intent, then=Then.REQUEUE)
+            self._roster.groups.unhold(record)
+            return record.pooled.expect(record.turn)
+        return []
 
     def settle(self, record: Record, now: float) -> list[Command]:
         """A stopped trajectory has its KV where its intent says, or is sent there; then it does what comes then."""
@@ -81,14 +101,29 @@ class Suspensions:
             if moves is not None:
                 return moves
         record.intent = None
+        record.abort_reason = intent.reason
         match intent.then:
             case Then.HOLD:
                 self._roster.groups.hold(record)
                 return commands + record.pooled.expect(record.turn)
             case Then.FINISH:
-                return commands + self._roster.end(record, FinishReason.ABORT, now)
+                # What ended a turn is whole: it stopped by itself.
+                ended = FinishReason.STOP if record.ended_turn else FinishReason.ABORT
+                return commands + self._roster.end(record, ended, now)
             case Then.REQUEUE:
                 return commands + self._roster.enqueue(record, now)
+            case Then.RETRY:
+                commands += [*self._roster.leave_home(record), *record.pooled.replace(None)]
+                record.begin_again()
+                return commands + self._roster.enqueue(record, now)
+            case Then.DROP:
+                return commands + self._roster.drop(record, intent.reason, now)
+
+    def relocate(self, record: Record, intent: Intent, now: float) -> list[Command]:
+        """KV of a suspended trajectory goes where `intent` says, whatever comes then."""
+        record.intent = intent
+        moves = self._move(record, intent.keep, now)
+        return moves if moves is not None else self.settle(record, now)
 
     def lost(self, worker: WorkerId, now: float) -> list[Command]:
         """What was kept on a worker, or on its way there, is gone with it."""
@@ -117,6 +152,8 @@ class Suspensions:
         assert transfer is not None
         if event.kv_tokens:
             record.home = Home(worker=worker, epoch=event.epoch, where=event.where, kv_tokens=event.kv_tokens)
+            if event.where is Keep.HOST:
+                self._roster.tally["written_bytes"] += event.kv_tokens * self._token_bytes(worker)
         if event.error is not None:
             self._roster.tally["keep_failures"] += 1
             self._roster.troubles.append(f"{record.trajectory_id}: kept on the {event.where}: {event.error}")
@@ -188,6 +225,17 @@ class Suspensions:
             return None
         return self._roster.wait(record, now)
 
+    def _whereabouts(self, record: Record) -> Keep:
+        if record.home is not None:
+            return record.home.where
+        if record.phase is Phase.SUSPENDING and record.intent is not None:
+            return record.intent.keep  # on its way
+        return Keep.POOL if record.pooled.image is not None else Keep.NONE
+
+    def _token_bytes(self, worker: WorkerId) -> int:
+        there = self._roster.fleet.get(worker)
+        return there.facts.token_bytes if there is not None and there.facts is not None else 0
+
     def _transferring(self, trajectory_id: TrajectoryId, epoch: int, kind: Transfer.Kind) -> Record | None:
         """The trajectory, if this is what is under way with its KV."""
         record = self._roster.groups.get(trajectory_id)
@@ -201,6 +249,9 @@ class Suspensions:
         if record is None:
             return self._exported_too_late(event)
         self._roster.tally["exported_bytes"] += event.sent_bytes
+        self._roster.tally["written_bytes"] += event.sent_bytes
+        if event.sent_bytes and event.seconds:
+            self._roster.keeping.experience.exports.saw(event.sent_bytes, event.seconds)
         return [*self._release(record), *record.pooled.stored(event.image), *self.settle(record, now)]
 
     def export_failed(self, event: ExportFailed, now: float) -> list[Command]:

@@ -1,0 +1,99 @@
+"""What it costs to keep the KV of a stopped trajectory in each place, in expected seconds of a worker.
+
+Keeping costs what moving the KV takes now, and what bringing it back takes if the trajectory resumes; not keeping it,
+the prefill of everything that no prefix tree will have. What may be lost in the meantime (pages of the device that are
+needed for something else, images that displace others) costs its recomputation, as likely as that is. A place that has
+no room costs infinity. What was never measured costs nothing: so it is tried, and measured.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rollout.control.messages import Pace, WorkerFacts
+from rollout.types import Keep
+
+SAFE_SHARE = 0.5
+"""Of a worker's free KV: what is parked survives for certain while less than this is taken for other things."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A stopped trajectory, and what is expected of it."""
+
+    kv_tokens: int
+    pooled_tokens: int
+    """Of them, the pool has these already."""
+    shared_tokens: int
+    """Of them, prefix trees are expected to have these when it resumes."""
+    likely: float
+    """That it resumes."""
+    same_weights: float
+    """That its KV is of use then."""
+    wait_s: float
+    """Until it resumes."""
+    home_wait_s: float
+    """For room on the one worker that has its KV, beyond the wait for any worker."""
+    turnover_tokens_s: float
+    """KV that its worker takes pages for."""
+    worker: WorkerFacts
+    pool_free_bytes: float
+    pool_budget_bytes: float
+    export: Pace | None
+    """By bytes."""
+
+
+def costs_s(case: Case) -> dict[Keep, float]:
+    """Expected cost of each place, cheapest to hold first: equal costs are decided in this order."""
+    useful = case.likely * case.same_weights
+    recompute = prefill_s(case.worker.prefill_s, case.shared_tokens, case.kv_tokens)
+    in_vain = case.likely * (1.0 - case.same_weights) * recompute
+    nbytes = case.kv_tokens * case.worker.token_bytes
+    survives = _survival(case)
+    device = useful * (survives * case.home_wait_s + (1.0 - survives) * recompute)
+    host = _seconds(case.worker.save, nbytes) + useful * (_seconds(case.worker.load, nbytes) + case.home_wait_s)
+    new_bytes = (case.kv_tokens - case.pooled_tokens) * case.worker.token_bytes
+    displaced = min(1.0, max(0.0, new_bytes - case.pool_free_bytes) / new_bytes) if new_bytes else 0.0
+    pool = _seconds(case.export, new_bytes) if new_bytes else 0.0
+    pool += useful * (_seconds(case.worker.restore, nbytes) + displaced * recompute)
+    return {
+        Keep.DEVICE: device + in_vain,
+        Keep.HOST: host + in_vain if case.kv_tokens <= case.worker.host_free_tokens else math.inf,
+        Keep.POOL: pool + in_vain if nbytes <= case.pool_budget_bytes else math.inf,
+        Keep.NONE: useful * recompute + in_vain,
+    }
+
+
+def prefill_s(token_s: Sequence[float | None], start: int, end: int) -> float:
+    """Seconds to compute positions [start, end), by what tokens of each range [2^i, 2^(i+1)) took."""
+    total = 0.0
+    position = start
+    while position < end:
+        bucket = max(0, position.bit_length() - 1)
+        stop = min(end, 2 << bucket)
+        total += (stop - position) * _of_bucket(token_s, bucket)
+        position = stop
+    return total
+
+
+def _of_bucket(token_s: Sequence[float | None], bucket: int) -> float:
+    """What was measured there, or else next to it, shorter contexts first; 0 if nothing was."""
+    for index in [*range(min(bucket, len(token_s) - 1), -1, -1), *range(bucket + 1, len(token_s))]:
+        seconds: float | None = token_s[index]
+        if seconds is not None:
+            return seconds
+    return 0.0
+
+
+def _survival(case: Case) -> float:
+    """Chance that pages which may be evicted are there when the trajectory resumes: the least recently used go first,
+    so all that was free before is taken before them."""
+    free = case.worker.free_tokens
+    if not free:
+        return 0.0
+    taken = case.turnover_tokens_s * case.wait_s
+    return min(1.0, max(0.0, (free - taken) / (free - SAFE_SHARE * free)))
+
+
+def _seconds(pace: Pace | None, nbytes: float) -> float:
+    return pace.seconds(nbytes) if pace is not None else 0.0

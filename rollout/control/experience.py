@@ -1,0 +1,82 @@
+"""What became of trajectories that were stopped: whether they came back, after how long, under which weights.
+
+Measured on the running service, by what a trajectory was stopped for; of waits for `extend`, by who calls it. What was
+never seen is expected to come back at once.
+"""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from rollout.control.paces import PaceMeter
+from rollout.control.records import Intent, Record
+from rollout.types import AbortReason, Then
+
+WEIGHT = 0.1
+"""Of a new observation."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Fate:
+    likely: float = 1.0
+    wait_s: float = 0.0
+    seen: bool = False
+
+
+class Experience:
+    """Moving averages."""
+
+    def __init__(self) -> None:
+        self._fates: dict[Hashable, _Fate] = {}
+        self._home_wait_s = 0.0
+        self._version_s: float | None = None
+        self._version_at: float | None = None
+        self.exports = PaceMeter()
+        """From the order until the pool has all of it, by bytes sent."""
+
+    def likely(self, record: Record, intent: Intent) -> float:
+        """Chance that it goes on."""
+        return self._fate(record, intent).likely if intent.continues else 0.0
+
+    def wait_s(self, record: Record, intent: Intent) -> float:
+        """Expected until it goes on."""
+        return self._fate(record, intent).wait_s
+
+    def same_weights(self, wait_s: float, now: float) -> float:
+        """Chance that the weights are still the same after `wait_s`."""
+        if self._version_s is None or self._version_at is None:
+            return 1.0
+        left_s = max(0.0, self._version_at + self._version_s - now)
+        return 1.0 if wait_s <= left_s else 0.0
+
+    @property
+    def home_wait_s(self) -> float:
+        """How long trajectories whose KV is on one worker waited for it while another had room."""
+        return self._home_wait_s
+
+    def resumed(self, record: Record, intent: Intent, waited_s: float) -> None:
+        """It went on after `waited_s`."""
+        fate = self._fate(record, intent)
+        fate.likely += WEIGHT * (1.0 - fate.likely)
+        fate.wait_s = fate.wait_s + WEIGHT * (waited_s - fate.wait_s) if fate.seen else waited_s
+        fate.seen = True
+
+    def ended(self, record: Record, intent: Intent) -> None:
+        """It did not go on: it was over before."""
+        fate = self._fate(record, intent)
+        fate.likely -= WEIGHT * fate.likely
+
+    def went_home(self, waited_s: float) -> None:
+        """A trajectory whose KV was on a worker started there, or elsewhere, so long after it could have elsewhere."""
+        self._home_wait_s += WEIGHT * (waited_s - self._home_wait_s)
+
+    def weights_changed(self, now: float) -> None:
+        if self._version_at is not None:
+            interval_s = now - self._version_at
+            before = self._version_s
+            self._version_s = interval_s if before is None else before + WEIGHT * (interval_s - before)
+        self._version_at = now
+
+    def _fate(self, record: Record, intent: Intent) -> _Fate:
+        caller = record.group.submission.caller if intent.reason is AbortReason.TURN else ""
+        key = (intent.reason, intent.then is Then.REQUEUE, caller)
+        return self._fates.setdefault(key, _Fate())

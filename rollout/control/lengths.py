@@ -1,0 +1,32 @@
+"""How long trajectories became that are finished: what is too long, and what the others may be expected to become."""
+
+import bisect
+
+
+class Lengths:
+    """Sampled tokens of finished trajectories, in order of length."""
+
+    __slots__ = ("_sorted",)
+
+    def __init__(self) -> None:
+        self._sorted: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._sorted)
+
+    def add(self, tokens: int) -> None:
+        bisect.insort(self._sorted, tokens)
+
+    @property
+    def median(self) -> float:
+        """Of one at least."""
+        middle = len(self._sorted) // 2
+        if len(self._sorted) % 2:
+            return float(self._sorted[middle])
+        return (self._sorted[middle - 1] + self._sorted[middle]) / 2
+
+    def remaining(self, tokens: int) -> float | None:
+        """Expected tokens to go for one that has `tokens`: the mean of what longer ones had more; None if there are no
+        longer ones."""
+        longer = self._sorted[bisect.bisect_right(self._sorted, tokens) :]
+        return sum(longer) / len(longer) - tokens if longer else None

@@ -1,0 +1,188 @@
+"""Workers that come, go, are paused and are taken out of service."""
+
+from dataclasses import replace
+
+from rollout.control.fleet import Worker
+from rollout.control.messages import Command, Pause, Retire, Unpause, WorkerDown, WorkerUp
+from rollout.control.records import Intent, Record
+from rollout.control.roster import Roster
+from rollout.control.stops import Stops
+from rollout.control.suspension import Suspensions
+from rollout.types import AbortReason, Keep, Phase, Then, TrajectoryId, WorkerId
+
+MOST_LOSSES = 4
+"""Workers that may be lost under a trajectory without a new token in between: it may be what kills them."""
+
+
+class Membership:
+    """Which workers there are, and what happens to trajectories when that changes."""
+
+    def __init__(self, roster: Roster, suspensions: Suspensions, stops: Stops) -> None:
+        self._roster = roster
+        self._fleet = roster.fleet
+        self._suspensions = suspensions
+        self._stops = stops
+        self._retired: set[WorkerId] = set()
+
+    # Coming and going ---------------------------------------------------------------------------------
+
+    def up(self, event: WorkerUp, now: float) -> list[Command]:
+        worker = self._fleet.get(event.worker)
+        if event.worker in self._retired or (worker is not None and worker.incarnation == event.incarnation):
+            return []
+        commands = self._lose(worker, "its process was restarted", now) if worker is not None else []
+        joined = self._fleet.join(event)
+        if worker is not None and worker.draining:
+            joined.draining = True
+        if self._fleet.paused:
+            commands.append(Pause(worker=event.worker))
+        return commands
+
+    def down(self, event: WorkerDown, now: float) -> list[Command]:
+        commands: list[Command] = []
+        worker = self._fleet.get(event.worker)
+        if worker is not None and worker.incarnation == event.incarnation:
+            commands += self._lose(worker, event.error, now)
+        if event.worker in self._retired:
+            return commands
+        if event.final and self._fleet.get(event.worker) is None:
+            self._fleet.give_up(event.worker, event.error)
+        if self._fleet.hopeless is not None:
+            for record in self._fleet.drain():
+                if record.intent is not None:  # it was to have its KV brought to a worker, and is held without
+                    commands += self._suspensions.settle(record, now)
+                else:
+                    commands += self._roster.fail(record, self._fleet.hopeless, now)
+        return commands
+
+    def _lose(self, worker: Worker, error: str, now: float) -> list[Command]:
+        """A worker is gone, with its KV; the tokens it reported stay."""
+        self._roster.tally["workers_lost"] += 1
+        self._roster.troubles.append(f"{worker.worker_id}: lost: {error}")
+        self._fleet.drop(worker.worker_id)
+        commands: list[Command] = []
+        for trajectory_id in sorted(worker.running):
+            record = self._roster.groups.get(trajectory_id)
+            assert record is not None, f"{worker.worker_id} ran {trajectory_id}, which is unknown"
+            record.lost = not record.promoting
+            record.promoting = False
+            record.losses += 1
+            if record.columns:
+                record.kv_tokens = record.tokens - 1
+            if record.losses >= MOST_LOSSES:
+                why = f"{record.losses} workers were lost under it; the last: {error}"
+                commands += self.member_failed(record, why, now)
+            elif record.intent is None:
+                commands += self._roster.enqueue(record, now)
+            else:
+                record.enter(Phase.SUSPENDING)
+                commands += self._suspensions.settle(record, now)
+        return commands + self._suspensions.lost(worker.worker_id, now)
+
+    def member_failed(self, record: Record, error: str, now: float) -> list[Command]:
+        """A trajectory, off its worker, cannot go on: it tries again or its group has to do without."""
+        group, rules = record.group, self._roster.rules
+        if rules.failed_member in ("retry", "replace") and record.failures < rules.max_retries:
+            record.failures += 1
+            record.losses = 0
+            self._roster.tally["retries"] += 1
+            if rules.failed_member == "replace":
+                record.begin_again(error)
+            record.intent = None
+            return self._roster.enqueue(record, now)
+        commands = self._roster.fail(record, error, now)
+        if rules.failed_member != "keep" and group.error is None:
+            group.error = f"{record.trajectory_id}: {error}"
+            intent = self._roster.policies.intent(AbortReason.GROUP_FAILED)
+            for other in group.members:
+                if not other.over:
+                    commands += self._stops.stop(other, intent, now)
+        return commands
+
+    # Pausing ------------------------------------------------------------------------------------------
+
+    def pause(self) -> list[Command]:
+        """No worker runs a step, and nothing starts, until `unpause`; aborts take effect all the same."""
+        if self._fleet.paused:
+            return []
+        self._fleet.paused = True
+        for record in self._on_workers():
+            record.pause()
+        return [Pause(worker=worker.worker_id) for worker in self._fleet.workers]
+
+    def unpause(self) -> list[Command]:
+        if not self._fleet.paused:
+            return []
+        self._fleet.paused = False
+        for record in self._on_workers():
+            record.unpause()
+        return [Unpause(worker=worker.worker_id) for worker in self._fleet.workers]
+
+    # Draining -----------------------------------------------------------------------------------------
+
+    def drain(self, worker_id: WorkerId, now: float) -> tuple[tuple[TrajectoryId, ...], list[Command]]:
+        """Take a worker out of service: what is on it, or has KV there, moves elsewhere."""
+        worker = self._fleet.get(worker_id)
+        assert worker is not None, f"{worker_id} is not up"
+        worker.draining = True
+        commands: list[Command] = []
+        moved: list[TrajectoryId] = []
+        for record in self._roster.groups.records():
+            here = record.home is not None and record.home.worker == worker_id
+            if record.trajectory_id in worker.running or here:
+                moved.append(record.trajectory_id)
+                commands += self._move_away(record, now)
+        return tuple(moved), commands
+
+    def retire(self, now: float) -> list[Command]:
+        """Let go of drained workers on which nothing is left."""
+        commands: list[Command] = []
+        for worker in self._fleet.workers:
+            if not worker.draining or self._remnants(worker, now, commands):
+                continue
+            self._fleet.drop(worker.worker_id)
+            self._fleet.grow(-1)
+            self._retired.add(worker.worker_id)
+            commands.append(Retire(worker=worker.worker_id))
+        return commands
+
+    def is_retired(self, worker_id: WorkerId) -> bool:
+        return worker_id in self._retired
+
+    def _remnants(self, worker: Worker, now: float, commands: list[Command]) -> bool:
+        """Whether anything is left on it; what came to be kept there since is moved, too."""
+        left = bool(worker.running)
+        for record in self._roster.groups.records():
+            transfer = record.transfer
+            if transfer is not None and transfer.worker == worker.worker_id:
+                left = True
+            elif record.home is not None and record.home.worker == worker.worker_id:
+                left = True
+                commands += self._move_away(record, now)
+        return left
+
+    def _move_away(self, record: Record, now: float) -> list[Command]:
+        """To the pool, and then what was to come; what cannot be moved is computed again elsewhere."""
+        if record.on_worker:
+            if record.intent is None:
+                return self._stops.fire(record, AbortReason.DRAIN, now)
+            if record.intent.keep is not Keep.NONE:
+                record.intent = replace(record.intent, keep=Keep.POOL)
+            return []
+        home = record.home
+        if home is None or record.transfer is not None:
+            return []
+        if record.drained_from == home.worker:  # the pool refused it
+            return self._roster.leave_home(record)
+        record.drained_from = home.worker
+        waits = record.phase is Phase.QUEUED
+        then = Then.REQUEUE if waits else Then.HOLD
+        intent = Intent(keep=Keep.POOL, then=then, reason=record.abort_reason or AbortReason.DRAIN)
+        if waits:
+            self._fleet.dequeue(record)
+            record.enter(Phase.SUSPENDED)
+        return self._suspensions.relocate(record, intent, now)
+
+    def _on_workers(self) -> list[Record]:
+        names = [name for worker in self._fleet.workers for name in sorted(worker.running)]
+        return [record for name in names if (record := self._roster.groups.get(name)) is not None]

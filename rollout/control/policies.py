@@ -1,0 +1,162 @@
+"""What stops trajectories, by the configuration: who is to be stopped now, why, and what becomes of it.
+
+Where the facts are a worker's own (slices, absolute length, loops, short memory) it looks itself, after every step: the
+`Watch` of an assignment says for what. Everything else is looked at here, after the event that may make it true.
+Decides only; changes nothing but what it remembers of deadlines.
+"""
+
+import heapq
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
+
+from rollout.config import (
+    AbortConfig,
+    Deadline,
+    Memory,
+    OverLong,
+    Policy,
+    Repetition,
+    SliceBudget,
+    Stale,
+    Tail,
+)
+from rollout.control.lengths import Lengths
+from rollout.control.messages import LoopWatch, Watch
+from rollout.control.records import Intent, Record
+from rollout.types import AbortReason, Keep, Then, Version
+
+P = TypeVar("P", bound=Policy)
+
+DEFAULTS = {
+    AbortReason.SLICE_BUDGET: (Keep.AUTO, Then.REQUEUE),
+    AbortReason.DEADLINE: (Keep.NONE, Then.FINISH),
+    AbortReason.QUOTA: (Keep.AUTO, Then.HOLD),
+    AbortReason.MEMORY: (Keep.AUTO, Then.REQUEUE),
+    AbortReason.TURN: (Keep.AUTO, Then.HOLD),
+    AbortReason.PRIORITY: (Keep.AUTO, Then.REQUEUE),
+    AbortReason.DRAIN: (Keep.POOL, Then.REQUEUE),
+    AbortReason.GROUP_FAILED: (Keep.NONE, Then.FINISH),
+}
+"""Of what stops trajectories without a policy of its own."""
+
+
+class Policies:
+    """One of each kind at most."""
+
+    def __init__(self, config: AbortConfig, *, max_resumes: int | None) -> None:
+        self._keep = Keep(config.keep)
+        self._policies = config.policies
+        self._max_resumes = max_resumes
+        self._deadlines: list[tuple[float, int, Record]] = []
+        self._over_long = self._of(OverLong)
+        self._stale = self._of(Stale)
+        self._tail = self._of(Tail)
+
+    def intent(self, reason: AbortReason) -> Intent:
+        """What becomes of a trajectory that is stopped for `reason`."""
+        for policy in self._policies:
+            if policy.kind == reason:
+                return Intent(keep=self.resolve(Keep(policy.keep)), then=Then(policy.then), reason=reason)
+        keep, then = DEFAULTS[reason]
+        return Intent(keep=self.resolve(keep), then=then, reason=reason)
+
+    def resolve(self, keep: Keep) -> Keep:
+        """What `auto` means."""
+        return self._keep if keep is Keep.AUTO else keep
+
+    def watch(self, record: Record, allowed_tokens: int | None) -> Watch:
+        """What a worker is to look for; `allowed_tokens` is what the group's budget lets it sample."""
+        sliced, loop = self._of(SliceBudget), self._of(Repetition)
+        slices = [allowed_tokens] if allowed_tokens is not None else []
+        if sliced is not None and self._may_stop(record, sliced):
+            slices.append(sliced.tokens)
+        most_tokens = None
+        if self._over_long is not None and AbortReason.OVER_LONG not in record.fired:
+            most_tokens = self._over_long.tokens if self._may_stop(record, self._over_long) else None
+        watched = loop is not None and AbortReason.REPETITION not in record.fired and self._may_stop(record, loop)
+        return Watch(
+            slice_tokens=min(slices, default=None),
+            most_tokens=most_tokens,
+            loop=LoopWatch(ngram=loop.ngram, times=loop.times, min_tokens=loop.min_tokens)
+            if loop is not None and watched
+            else None,
+            turns=record.group.submission.multi_turn,
+        )
+
+    # Looked at here -----------------------------------------------------------------------------------
+
+    def submitted(self, record: Record) -> None:
+        """Remember its deadline, if it has one."""
+        policy = self._of(Deadline)
+        seconds = record.group.submission.deadline_s
+        if seconds is None and policy is not None:
+            seconds = policy.seconds
+        if seconds is not None:
+            heapq.heappush(self._deadlines, (record.group.submitted_at + seconds, record.order, record))
+
+    def due(self, now: float) -> Iterator[Record]:
+        """Those whose deadline has passed, each once."""
+        while self._deadlines and self._deadlines[0][0] <= now:
+            record = heapq.heappop(self._deadlines)[2]
+            if not record.over:
+                yield record
+
+    def too_long(self, record: Record) -> bool:
+        """Whether it has become longer than finished ones allow."""
+        policy = self._over_long
+        if policy is None or policy.factor is None or AbortReason.OVER_LONG in record.fired:
+            return False
+        lengths = self._lengths(record, policy)
+        if len(lengths) < policy.min_finished or not self._may_stop(record, policy):
+            return False
+        return record.sampled_tokens > policy.factor * lengths.median
+
+    def after_end(self, record: Record) -> list[tuple[Record, AbortReason]]:
+        """Who is to be stopped since `record` is over: those that are too long now, and the tail of its batch."""
+        stopped: list[tuple[Record, AbortReason]] = []
+        policy, batch = self._over_long, record.group.batch
+        if policy is not None and policy.factor is not None:
+            others: Iterable[Record] = batch.open.values() if policy.of == "batch" else record.group.members
+            stopped += [(each, AbortReason.OVER_LONG) for each in others if not each.over and self.too_long(each)]
+        if self._tail is not None and not batch.tailed and 0 < len(batch.open) <= self._tail.share * batch.size:
+            batch.tailed = True
+            tail = [each for each in batch.open.values() if self._may_stop(each, self._tail)]
+            stopped += [(each, AbortReason.TAIL) for each in tail]
+        return stopped
+
+    def stale(self, records: Iterable[Record], live: Version) -> list[Record]:
+        """Those whose tokens are too old now that `live` is the version."""
+        policy = self._stale
+        if policy is None:
+            return []
+        return [
+            record
+            for record in records
+            if not record.over and self._may_stop(record, policy) and _is_stale(record.columns.versions, live, policy)
+        ]
+
+    def _may_stop(self, record: Record, policy: Policy) -> bool:
+        """A trajectory that was resumed often enough is left alone by what would only make it wait again."""
+        waits = Then(policy.then) in (Then.REQUEUE, Then.HOLD, Then.RETRY)
+        return self._max_resumes is None or not waits or len(record.resumes) < self._max_resumes
+
+    def _lengths(self, record: Record, policy: OverLong) -> Lengths:
+        return record.group.batch.lengths if policy.of == "batch" else record.group.lengths
+
+    def _of(self, kind: type[P]) -> P | None:
+        return next((policy for policy in self._policies if isinstance(policy, kind)), None)
+
+
+def memory_policy(config: AbortConfig) -> Memory | None:
+    """What workers look for on their own account."""
+    return next((policy for policy in config.policies if isinstance(policy, Memory)), None)
+
+
+def _is_stale(versions: Sequence[Version | None], live: Version, policy: Stale) -> bool:
+    sampled = [version for version in versions if version is not None]
+    if not sampled:
+        return False
+    if policy.behind is not None and live - min(sampled) >= policy.behind:
+        return True
+    old = sum(live - version >= policy.age for version in sampled)
+    return policy.share is not None and old > policy.share * len(sampled)

@@ -1,0 +1,87 @@
+"""Where a trajectory starts: on the worker where it is expected to be done soonest.
+
+That counts what of its KV is there or can be copied there and what must be computed, by rates that the workers
+measured, and then its tokens to go at the pace of a batch that has one more. Where nothing was measured yet, room
+decides.
+"""
+
+import math
+from collections.abc import Sequence
+
+from rollout.control.costs import prefill_s
+from rollout.control.fleet import Worker
+from rollout.control.messages import Pace
+from rollout.control.records import Record
+from rollout.types import Keep
+
+
+def most_room(record: Record, able: Sequence[Worker]) -> Worker:
+    return max(able, key=lambda worker: worker.room)
+
+
+class Router:
+    """The cheapest worker for a trajectory."""
+
+    def __init__(self, slice_tokens: int | None) -> None:
+        """A trajectory is expected to leave its worker after `slice_tokens`, if that is given."""
+        self._slice_tokens = slice_tokens
+
+    def choose(self, record: Record, able: Sequence[Worker]) -> Worker:
+        """Ties go to the one with most room."""
+        return min(able, key=lambda worker: (round(self.done_s(record, worker), 6), -worker.room))
+
+    def done_s(self, record: Record, worker: Worker) -> float:
+        """Seconds until it is done there, or leaves."""
+        tokens = to_go(record)
+        if self._slice_tokens is not None:
+            tokens = min(tokens, self._slice_tokens)
+        facts = worker.facts
+        step_s = facts.step.seconds(len(worker.running) + 1) if facts is not None and facts.step is not None else 0.0
+        return start_s(record, worker) + tokens * step_s
+
+
+def start_s(record: Record, worker: Worker) -> float:
+    """Seconds until it decodes there: copies of what is there or in a pool, and prefill of the rest."""
+    facts = worker.facts
+    if facts is None:
+        return 0.0
+    end = record.tokens - 1 if record.columns else record.tokens
+    here = len(record.prompt_ids) if worker.knows(record.group_id) else 0
+    home, image = record.home, record.pooled.image
+    copying = 0.0
+    have = min(end, here)
+    if home is not None and home.worker == worker.worker_id and home.kv_tokens >= have:
+        have = home.kv_tokens
+        if home.where is Keep.HOST:
+            copying = _seconds(facts.load, have * facts.token_bytes)
+    elif image is not None and image.kv_tokens > have:
+        copying = _seconds(facts.restore, (image.kv_tokens - have) * facts.token_bytes)
+        if any(run.node != worker.node for run in image.runs):
+            copying *= 2  # it is copied to this node first
+        have = image.kv_tokens
+    return copying + prefill_s(facts.prefill_s, have, end)
+
+
+def recompute_s(record: Record, workers: Sequence[Worker]) -> float:
+    """Seconds to compute what only its home has of its KV on another worker; infinite before any worker measured."""
+    facts = next((worker.facts for worker in workers if worker.facts is not None and worker.facts.prefill_s), None)
+    if facts is None or record.home is None:
+        return math.inf
+    image = record.pooled.image
+    have = image.kv_tokens if image is not None else 0
+    return prefill_s(facts.prefill_s, have, record.home.kv_tokens)
+
+
+def to_go(record: Record) -> float:
+    """Tokens that it is expected to sample yet, by finished members of its group, else of its batch; otherwise all of
+    its budget."""
+    budget = record.sampling.max_new_tokens - record.sampled_tokens
+    for lengths in (record.group.lengths, record.group.batch.lengths):
+        remaining = lengths.remaining(record.sampled_tokens)
+        if remaining is not None:
+            return min(float(budget), remaining)
+    return float(budget)
+
+
+def _seconds(pace: Pace | None, nbytes: float) -> float:
+    return pace.seconds(nbytes) if pace is not None else 0.0

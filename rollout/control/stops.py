@@ -1,0 +1,140 @@
+"""Stops trajectories: for drivers, for policies, for one that goes first, and for a quota that is met."""
+
+import math
+from dataclasses import dataclass, field, replace
+
+from rollout.control.messages import Command, Stop
+from rollout.control.records import Intent, Record
+from rollout.control.roster import Roster
+from rollout.control.suspension import ON_WORKER, Suspensions
+from rollout.types import AbortReason, GroupId, Phase, Priority, Then
+
+
+@dataclass(slots=True, kw_only=True)
+class Collection:
+    """A `collect` that is under way."""
+
+    wanted: int
+    """Groups."""
+    over_sample: float
+    fires: bool
+    """It ends as soon as so many are complete, and not only when it is told to."""
+    begun_with: int
+    """Groups that were complete when it began."""
+    rejected: int = 0
+    over: set[GroupId] = field(default_factory=set)
+    """Groups that were completed since."""
+
+    @property
+    def window(self) -> int:
+        """Groups that may be under way at once."""
+        whole = math.ceil(self.wanted * (1.0 + self.over_sample)) + self.rejected
+        return max(0, whole - self.begun_with - len(self.over))
+
+
+class Stops:
+    """What takes trajectories out of the batch."""
+
+    def __init__(self, roster: Roster, suspensions: Suspensions) -> None:
+        self._roster = roster
+        self._suspensions = suspensions
+        self._collection: Collection | None = None
+
+    def stop(self, record: Record, intent: Intent, now: float) -> list[Command]:
+        """An abort of a trajectory that is not over; a second one changes only what becomes of it."""
+        if intent.then is not Then.HOLD:
+            self._roster.groups.unhold(record)
+        if not record.on_worker:
+            return self._suspensions.change(record, intent, now)
+        stopping, record.intent = record.intent is not None, intent
+        if record.promoting:
+            stopping = intent.keeps and intent.keep in ON_WORKER  # it parks once it has its KV
+        if stopping:
+            return []
+        return [Stop(worker=record.workers[-1], trajectory_id=record.trajectory_id, epoch=record.epoch)]
+
+    def fire(self, record: Record, reason: AbortReason, now: float) -> list[Command]:
+        """A policy stops a trajectory, unless something else has."""
+        if record.over or record.intent is not None:
+            return []
+        record.fired.add(reason)
+        intent = self._roster.policies.intent(reason)
+        if not record.on_worker and intent.then is Then.REQUEUE:
+            return []  # nothing would change
+        return self.stop(record, intent, now)
+
+    def after_ends(self, now: float) -> list[Command]:
+        """What follows from trajectories that are over since this was called last."""
+        commands: list[Command] = []
+        while self._roster.ended:
+            ended = self._roster.ended.pop()
+            if self._collection is not None and ended.group.over:
+                self._collection.over.add(ended.group_id)
+                self._roster.window = self._collection.window
+            for record, reason in self._roster.policies.after_end(ended):
+                commands += self.fire(record, reason, now)
+        collection = self._collection
+        if collection is not None and collection.fires and self._roster.groups.complete >= collection.wanted:
+            commands += self.end_collection(now)
+        return commands
+
+    def make_way(self, now: float) -> list[Command]:
+        """Evaluation that waits takes the place of the youngest training trajectories."""
+        queued = self._roster.fleet.queued
+        if self._roster.fleet.paused or not queued or queued[0].priority is not Priority.EVAL:
+            return []
+        waiting = sum(record.priority is Priority.EVAL for record in queued)
+        running = [
+            record
+            for worker in self._roster.fleet.workers
+            if not worker.draining
+            for trajectory_id in worker.running
+            if (record := self._roster.groups.get(trajectory_id)) is not None
+        ]
+        leaving = sum(record.intent is not None for record in running)
+        able = [record for record in running if record.intent is None and record.priority is Priority.TRAIN]
+        youngest = sorted(able, key=lambda record: -record.order)[: max(0, waiting - leaving)]
+        commands: list[Command] = []
+        for record in youngest:
+            commands += self.fire(record, AbortReason.PRIORITY, now)
+        return commands
+
+    # Collecting ---------------------------------------------------------------------------------------
+
+    def begin_collection(self, wanted: int, over_sample: float, *, fires: bool, now: float) -> list[Command]:
+        """Have groups run until `wanted` are complete, and no more than these and a share of `over_sample` at once.
+
+        What an earlier collection left goes on.
+        """
+        self._collection = Collection(
+            wanted=wanted, over_sample=over_sample, fires=fires, begun_with=self._roster.groups.complete
+        )
+        self._roster.window = self._collection.window
+        commands: list[Command] = []
+        for record in self._roster.groups.records():
+            if record.phase is Phase.SUSPENDED and record.abort_reason is AbortReason.QUOTA:
+                commands += self._roster.enqueue(record, now)
+            elif record.intent is not None and record.intent.reason is AbortReason.QUOTA:
+                record.intent = replace(record.intent, then=Then.REQUEUE)
+                commands += record.pooled.expect(record.turn)
+        return commands + self.after_ends(now)
+
+    def reject(self, groups: int) -> None:
+        """So many that were complete do not count: others may be begun for them."""
+        if self._collection is not None:
+            self._collection.rejected += groups
+            self._roster.window = self._collection.window
+
+    def end_collection(self, now: float) -> list[Command]:
+        """Enough: what is not over is stopped and held for the next collection, unless it is to run on."""
+        collection, self._collection = self._collection, None
+        self._roster.window = None
+        if collection is None or self._roster.rules.rest == "withhold":
+            return []
+        commands: list[Command] = []
+        intent = self._roster.policies.intent(AbortReason.QUOTA)
+        for record in self._roster.groups.records():
+            idle = record.phase is Phase.SUSPENDED
+            if not record.over and not idle and (record.intent is None or record.intent.then is Then.REQUEUE):
+                commands += self.stop(record, intent, now)
+        return commands
