@@ -54,6 +54,10 @@ TORCH_FREE = (
     "engine.sources",
     "engine.scheduler",
     "engine.sequence",
+    "sim.clock",
+    "sim.load",
+    "sim.machine",
+    "sim.outcome",
 )
 """Modules and packages that reach torch neither directly nor through another module of ours."""
 
