@@ -36,8 +36,8 @@ from benchmarks.measure import in_ms, percentile
 from benchmarks.peer import Peer
 from benchmarks.peers.protocol import Prepared, serve
 from benchmarks.standin import StandIn
-from rollout.config import EngineConfig, HostConfig, ModelConfig, Section
-from rollout.control.messages import Assignment, Watch
+from rollout.config import EngineConfig, HostConfig, Memory, ModelConfig, Section
+from rollout.control.messages import Assignment, LoopWatch, Watch
 from rollout.engine import runner
 from rollout.engine.assembly import assemble
 from rollout.engine.engine import Engine
@@ -56,6 +56,10 @@ PARTS: dict[str, tuple[tuple[Any, str], ...]] = {
 """Calls that are timed, beside those of the `model`; whoever renames one of them renames it here."""
 
 NATIVE: tuple[tuple[Any, str], ...] = ((Kernels, "forward"), (Kernels, "logits"), (Kernels, "sample"))
+EVERYTHING = Watch(
+    slice_tokens=1 << 12, most_tokens=1 << 12, turns=True, loop=LoopWatch(ngram=64, times=8, min_tokens=64)
+)
+"""What a worker can be told to look for, and never sees here; it is part of `commit`."""
 TIMEOUT_S = 3600.0
 PAGE_TOKENS = 16
 OWN_TOKENS = 20
@@ -221,7 +225,7 @@ def _assignment(index: int, prompt: tuple[int, ...]) -> Assignment:
         output=Columns(),
         sampling=SamplingParams(max_new_tokens=1 << 12, ignore_eos=True),
         seed=index,
-        watch=Watch(),
+        watch=EVERYTHING,
         max_context=1 << 12,
         image=None,
         kv_tokens=0,
@@ -252,6 +256,7 @@ def _engine(settings: Settings, model: Path, contexts: list[int]) -> Engine:
         wake=lambda: None,
         weights_id="weights",
         version=Version(0),
+        memory=Memory(kind="memory"),
     ).engine
 
 

@@ -6,6 +6,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,11 +25,13 @@ from rollout.control.messages import (
     Sampled,
     Watch,
     WorkerEvent,
+    WorkerFacts,
 )
 from rollout.errors import SegmentMissingError
 from rollout.kv.image import verify
 from rollout.kv.restore import Segment
 from rollout.types import (
+    AbortReason,
     Columns,
     FinishReason,
     Keep,
@@ -62,6 +65,8 @@ class Driver:
         self.host = host
         self.acknowledged = 0
         self.events: list[WorkerEvent] = []
+        self.facts: WorkerFacts | None = None
+        """Of the last batch."""
 
     def start(
         self, name: str, *, tokens: int, prompt: tuple[int, ...] = PROMPT, slice_tokens: int | None = None
@@ -85,6 +90,7 @@ class Driver:
         batch = self.host.poll(self.acknowledged, 0.05)
         self.acknowledged = batch.number
         self.events += batch.events
+        self.facts = batch.facts
         return self.events
 
     def until(self, kind: type[WorkerEvent], name: str) -> WorkerEvent:
@@ -119,7 +125,9 @@ def make_host(kv_model: Path) -> Iterator[Callable[..., Driver]]:
     """Hosts with 15 pages of KV; their threads stay, asleep."""
     threads = torch.get_num_threads()
 
-    def make(export_timeout_s: float = 60.0, tail_hold_s: float = 60.0) -> Driver:
+    def make(
+        export_timeout_s: float = 60.0, tail_hold_s: float = 60.0, policies: Sequence[dict[str, Any]] = ()
+    ) -> Driver:
         config = load_config(
             settings(
                 kv_model,
@@ -130,6 +138,7 @@ def make_host(kv_model: Path) -> Iterator[Callable[..., Driver]]:
                     "tail_hold_s": tail_hold_s,
                 },
                 pool={"export_timeout_s": export_timeout_s},
+                abort={"policies": list(policies)},
             )
         )
         return Driver(Host(WorkerId("worker"), NodeId("node"), "incarnation", config, "weights", NoReader()))
@@ -289,3 +298,87 @@ def test_the_tail_of_a_kept_trajectory_is_freed_in_bounded_time_though_the_engin
     driver.host.release(key)
     driver.until(Freed, "ann")
     eventually(lambda: driver.host.stats.engine.device.free == PAGES)
+
+
+def test_a_paused_worker_samples_nothing_obeys_a_stop_and_is_no_hung_one(make_host: Callable[..., Driver]) -> None:
+    driver = make_host()
+    count, asked = itertools.count(), threading.Event()
+    step = driver.host._engine.step
+
+    def wait_for_the_pause() -> list[WorkerEvent]:
+        if next(count) == 20:  # else a fast engine might be at the end before it is told to pause
+            assert asked.wait(180)
+        return step()
+
+    driver.host._engine.step = wait_for_the_pause
+    keys = {name: driver.start(name, tokens=150) for name in ("ann", "bob")}
+    eventually(lambda: len(driver.poll()) > 0 and all(len(driver.ids(name)) >= 3 for name in keys))
+    driver.host.pause()
+    asked.set()
+    driver.host.audit(180.0)  # what was sent before is done
+    steps = driver.host.stats.engine.steps
+    driver.host.stop(keys["ann"])
+    parked = driver.until(Parked, "ann")
+    assert isinstance(parked, Parked)
+    assert parked.kv_tokens == len(PROMPT) + len(driver.ids("ann")) - 1
+    driver.host.release(keys["ann"])
+    driver.until(Freed, "ann")
+
+    def goes_round() -> bool:
+        batch = driver.host.poll(driver.acknowledged, 2.0)
+        driver.acknowledged = batch.number
+        assert not batch.events
+        return batch.silent_s < 1.5
+
+    eventually(goes_round)
+    driver.host.audit(180.0)
+    assert driver.host.stats.engine.steps == steps
+    driver.host.unpause()
+    driver.until(Finished, "bob")
+    assert len(driver.ids("bob")) == 150
+
+
+def test_facts_come_with_the_events_they_follow_from(make_host: Callable[..., Driver]) -> None:
+    driver = make_host()
+    assert driver.host.poll(0, 0.0).facts == WorkerFacts(
+        free_tokens=PAGES * PAGE_TOKENS,
+        total_tokens=PAGES * PAGE_TOKENS,
+        host_free_tokens=0,
+        host_total_tokens=0,
+        token_bytes=driver.host.description.token_bytes,
+    )
+    driver.acknowledged = 1
+    key = driver.start("ann", tokens=100, slice_tokens=30)
+    parked = driver.until(Parked, "ann")
+    assert isinstance(parked, Parked)
+    assert driver.facts is not None
+    pages = -(-parked.kv_tokens // PAGE_TOKENS)
+    assert driver.facts.free_tokens == (PAGES - pages) * PAGE_TOKENS
+    assert driver.facts.step is not None
+    assert driver.facts.step.seconds(1) > 0
+    # the prompt's 40 tokens were positions 0 ... 39
+    assert [token_s is not None for token_s in driver.facts.prefill_s] == [True] * 6
+    driver.host.release(key)
+    driver.until(Freed, "ann")
+    assert driver.facts.free_tokens == driver.facts.total_tokens
+
+
+def test_the_memory_policy_parks_the_youngest_and_nothing_is_preempted(make_host: Callable[..., Driver]) -> None:
+    driver = make_host(policies=[{"kind": "memory", "free_share": 0.2}])
+    for name in ("ann", "bob"):
+        driver.start(name, tokens=100, prompt=tuple(range(100, 120) if name == "bob" else PROMPT))
+    parked = driver.until(Parked, "bob")
+    assert isinstance(parked, Parked)
+    assert parked.reason is AbortReason.MEMORY
+    driver.host.release((parked.trajectory_id, parked.epoch))
+    driver.until(Finished, "ann")
+    assert driver.host.stats.engine.preemptions == 0
+
+
+def test_what_a_worker_is_told_to_watch_is_the_reason_it_gives(make_host: Callable[..., Driver]) -> None:
+    driver = make_host()
+    driver.start("ann", tokens=100, slice_tokens=10)
+    parked = driver.until(Parked, "ann")
+    assert isinstance(parked, Parked)
+    assert parked.reason is AbortReason.SLICE_BUDGET
+    assert len(driver.ids("ann")) == 10

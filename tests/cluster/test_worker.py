@@ -23,6 +23,13 @@ class FakeHost:
     def __init__(self, stop: int) -> None:
         self.stop = stop
         self.sent: list[weakref.ref[Buffer]] = []
+        self.paused: list[bool] = []
+
+    def pause(self) -> None:
+        self.paused.append(True)
+
+    def unpause(self) -> None:
+        self.paused.append(False)
 
     def export(self, key: SequenceKey, first: int, stop: int) -> tuple[Any, list[Buffer]]:
         if stop > self.stop:
@@ -61,3 +68,14 @@ def test_nothing_is_exported_for_another_incarnation(tmp_path: Path) -> None:
     with pytest.raises(SegmentMissingError, match="was restarted since"):
         worker.export("another", ANN, [(0, 2)])
     assert host.sent == []
+
+
+def test_a_pause_is_of_one_incarnation(tmp_path: Path) -> None:
+    host = FakeHost(9)
+    worker, incarnation = worker_with(host, tmp_path)
+    worker.pause("another")
+    worker.unpause("another")
+    assert host.paused == []
+    worker.pause(incarnation)
+    worker.unpause(incarnation)
+    assert host.paused == [True, False]
