@@ -33,13 +33,20 @@ class LoopFinder:
         anchor = recent[-self._anchor * size :]
         if len(anchor) < self._anchor * size:
             return None
-        at = len(recent) - len(anchor)
-        while (at := recent.rfind(anchor, 0, at + len(anchor) - 1)) >= 0:
-            if at % size:
+        limit = len(recent) - size
+        while (at := recent.rfind(anchor, 0, limit)) >= 0:
+            within = at % size
+            if within:  # of a token
+                limit = at - within + len(anchor)
                 continue
+            limit = at - size + len(anchor)
             piece = (len(recent) - len(anchor) - at) // size
             start = end - self._length(piece)
-            if start >= first and tokens[start : end - piece] == tokens[start + piece : end]:
+            if (
+                start >= first
+                and tokens[start] == tokens[start + piece]  # spares most slices that would differ
+                and tokens[start : end - piece] == tokens[start + piece : end]
+            ):
                 return piece
         return None
 
