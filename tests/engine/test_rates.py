@@ -83,5 +83,5 @@ def test_a_prefix_on_the_host_that_is_shorter_is_computed_again(tmp_path: Path, 
         service.run(1)
     assert service.core.counters.loaded_tokens - before == loaded
     assert engine.stats.prefilled_tokens - prefilled == (65 - loaded if not loaded else 0)
-    assert (engine.stats.load_back_tokens == least) == (least is not None)
+    assert least is None or engine.stats.load_back_tokens == least
     service.close()
