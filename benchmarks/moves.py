@@ -24,7 +24,7 @@ import ray
 from benchmarks.checkout import CHECKOUT
 from benchmarks.tracing import Mark, Trace, TracedPool, TracedWorker
 from rollout.client import AsyncRollout, Rollout
-from rollout.cluster import launch, pool
+from rollout.cluster import launch, pool, workforce
 from rollout.config import load_config
 from rollout.errors import DeadlineError
 from rollout.types import SamplingParams
@@ -69,7 +69,7 @@ class Scene:
         # What is started below finds this package wherever the driver runs.
         os.environ["PYTHONPATH"] = os.pathsep.join([str(CHECKOUT), *([path] if path else [])])
         try:
-            with mock.patch.object(launch, "Worker", TracedWorker), mock.patch.object(pool, "Pool", TracedPool):
+            with mock.patch.object(workforce, "Worker", TracedWorker), mock.patch.object(pool, "Pool", TracedPool):
                 service = launch.launch(load_config(config))
         finally:
             os.environ.pop("PYTHONPATH")

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from benchmarks.checkout import CHECKOUT
-from rollout.cluster.launch import HUGE_PAGES
+from rollout.cluster.workforce import HUGE_PAGES
 from rollout.errors import DeadlineError, RolloutError
 
 START_S = 900.0

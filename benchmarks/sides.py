@@ -25,7 +25,7 @@ from benchmarks.usage import memory_peak, used_seconds
 from benchmarks.workload import Generated, Prompts, Side
 from rollout import SamplingParams, start
 from rollout.client import Rollout
-from rollout.cluster.launch import HUGE_PAGES
+from rollout.cluster.workforce import HUGE_PAGES
 from rollout.config import Section
 from rollout.errors import ConfigError, DeadlineError
 from rollout.model.spec import weight_files

@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from rollout.config import Config, load_config
 from rollout.types import (
+    AbortReason,
     AbortReport,
+    Collected,
     Delivery,
     FinishReason,
     GroupId,
     Keep,
+    Priority,
     SamplingParams,
     Then,
     Trajectory,
@@ -36,13 +39,16 @@ else:
 
 __all__ = [
     "ALL",
+    "AbortReason",
     "AbortReport",
     "AsyncRollout",
+    "Collected",
     "Config",
     "Delivery",
     "FinishReason",
     "GroupId",
     "Keep",
+    "Priority",
     "Rollout",
     "SamplingParams",
     "Then",

@@ -212,6 +212,8 @@ class RolloutCounters:
     """Of these, on another worker than it left."""
     restarts: int = 0
     """Starts after a lost worker."""
+    retries: int = 0
+    """Failed members that were tried again (`groups.failed_member`)."""
     exported_bytes: int = 0
     written_bytes: int = 0
     """Of suspended trajectories: exported, or moved to a worker's host memory."""
@@ -248,6 +250,8 @@ class ServiceStats:
     """Trajectories by phase, now; delivered ones are no longer counted."""
     suspended: Mapping[str, int] = field(default_factory=dict)
     """Suspended ones, now, by where their KV is: device, host, pool or none; or `waiting` for an `extend`."""
+    coming_groups: int = 0
+    """Groups that were not handed out and are finished, or will be without another command, now."""
     accounts: Accounts | None = None
     decisions: Mapping[AbortReason, Mapping[Keep, int]] = field(default_factory=dict)
     """Where KV went, by what stopped the trajectory, number."""

@@ -28,6 +28,8 @@ Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]
 """Text, chat messages of `role` and `content`, or token ids."""
 
 _ALLOWED = "a string, a list of chat messages or a list of token ids, not empty"
+_ANSWER = "3c1f5e0d9a7b"
+"""Stands for an answer when a template is rendered; no message says it by chance."""
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -105,16 +107,36 @@ class Tokenizer:
 
         Raises `ConfigError` without a template, `InvalidPromptError` for messages that it or we refuse.
         """
+        text = self._render(messages, add_generation_prompt=add_generation_prompt)
+        return self._encode_prompt(text, add_special_tokens=False)
+
+    def next_turn_ids(self, messages: Sequence[Mapping[str, Any]], *, last_id: int | None) -> list[int]:
+        """Ids of chat messages that follow an answer which was sampled and stays as it is: from the end of that
+        answer to where the assistant speaks again. `last_id` is the answer's last id; if it is the one that ends a
+        turn, it is not repeated.
+
+        The template is rendered with another answer, and what comes after that is taken. Raises as
+        `apply_chat_template` does, also for a template that changes or drops answers.
+        """
+        if not messages:
+            raise InvalidPromptError("got no messages, allowed: one or more that follow the assistant's")
+        stub = [{"role": "user", "content": "."}, {"role": "assistant", "content": _ANSWER}]
+        _, found, after = self._render([*stub, *messages], add_generation_prompt=True).partition(_ANSWER)
+        if not found:
+            raise InvalidPromptError("this model's chat template does not keep what the assistant said; pass ids")
+        ids = self._encode_prompt(after, add_special_tokens=False)
+        return ids[1:] if ids and ids[0] == last_id else ids
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> str:
         if self._template is None:
             raise ConfigError("chat messages need a chat template, and this model's tokenizer has none")
         chat = [_plain_message(index, message) for index, message in enumerate(messages)]
         variables = {"messages": chat, "add_generation_prompt": add_generation_prompt, **self._special_tokens}
         try:
             # Templates test the last two against none, without asking first whether they are defined.
-            text = self._template.render(variables, tools=None, documents=None)
+            return self._template.render(variables, tools=None, documents=None)
         except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
             raise InvalidPromptError(f"the chat template refused the messages: {error}") from None
-        return self._encode_prompt(text, add_special_tokens=False)
 
     def prompt_ids(self, prompt: object, *, chat: bool) -> tuple[int, ...]:
         """Ids of a `Prompt`; with `chat`, a string is one user message if there is a template.

@@ -424,7 +424,7 @@ class Collected:
     held: int = 0
     """Groups that are not finished and wait for the next call, number."""
     timed_out: bool = False
-    """Fewer groups than asked for, since the time was up."""
+    """Fewer groups than asked for although more were coming: the time was up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

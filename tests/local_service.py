@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollout.config import EngineConfig, HostConfig, ModelConfig
+from rollout.config import AbortConfig, EngineConfig, GroupsConfig, HostConfig, ModelConfig, ResumeConfig
 from rollout.control.controller import Controller
 from rollout.control.messages import (
     Command,
@@ -21,11 +21,14 @@ from rollout.control.messages import (
     Export,
     Exported,
     KeepThere,
+    Pause,
     Recall,
     Release,
     Retain,
+    Retire,
     Start,
     Stop,
+    Unpause,
     WorkerDown,
     WorkerEvent,
     WorkerReport,
@@ -116,8 +119,13 @@ class LocalService:
         self.model = ModelConfig.model_validate({"path": path, "dtype": dtype})
         self.host = HostConfig.model_validate(host or {})
         self.config = EngineConfig.model_validate({"kv_bytes": 8 << 20, "max_running": 4} | engine)
+        policies = [{"kind": "slice_budget", "tokens": slice_tokens}] if slice_tokens is not None else []
         self.core = Controller(
-            workers=workers, max_context=2048, slice_tokens=slice_tokens, keep=keep, prefer_other=True
+            workers=workers,
+            max_context=2048,
+            abort=AbortConfig.model_validate({"keep": keep, "policies": policies}),
+            resume=ResumeConfig(prefer="other"),
+            groups=GroupsConfig(),
         )
         self.calls = itertools.count()
         self.workers: dict[WorkerId, Assembled] = {}
@@ -152,7 +160,9 @@ class LocalService:
         seeds = tuple(
             trajectory_seed(request_seed=sampling.seed, run_seed=0, key=key, sample_index=index) for index in range(n)
         )
-        submission = Submission(group_id=GroupId(key), prompt_ids=tuple(prompt_ids), sampling=sampling, seeds=seeds)
+        submission = Submission(
+            group_id=GroupId(key), prompt_ids=tuple(prompt_ids), sampling=(sampling,) * n, seeds=seeds
+        )
         self._carry_out(self.core.submit([submission], self.now))
         return [TrajectoryId(f"{key}/{index}") for index in range(n)]
 
@@ -235,7 +245,11 @@ class LocalService:
                     self.exports.append(command)
                 case Export():
                     self.export(command)
-                case Retain() | Expect() | Drop():
+                case Pause():
+                    self.workers[command.worker].engine.pause()
+                case Unpause():
+                    self.workers[command.worker].engine.unpause()
+                case Retain() | Expect() | Drop() | Retire():
                     pass
 
     def export(self, order: Export) -> None:

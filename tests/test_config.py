@@ -116,15 +116,15 @@ def test_the_last_override_wins() -> None:
 
 def test_an_override_is_read_as_yaml() -> None:
     config = load_config(
-        {**MINIMAL, "abort": {"slice_tokens": 8}},
+        {**MINIMAL, "run": {"prompts": {"kind": "file", "path": "a.jsonl"}}},
         [
-            "abort.slice_tokens=null",
+            "run.prompts=null",
             "engine.deterministic=true",
             "sampling.stop_token_ids=[1, 2]",
             "sampling.top_p=0.5",
         ],
     )
-    assert config.abort.slice_tokens is None
+    assert config.run.prompts is None
     assert config.engine.deterministic is True
     assert config.sampling.stop_token_ids == (1, 2)
     assert config.sampling.top_p == 0.5

@@ -14,9 +14,9 @@ from enum import StrEnum
 from rollout.cli.progress import Progress
 from rollout.cli.prompts import PromptRow
 from rollout.client import ALL, AsyncRollout
-from rollout.errors import DeadlineError, InvalidPromptError, RequestError
+from rollout.errors import DeadlineError, InvalidPromptError, RequestError, StalledError
 from rollout.metrics import ServiceStats
-from rollout.types import FinishReason, GroupId, Keep, Then, Trajectory, TrajectoryId, trajectory_seed
+from rollout.types import FinishReason, GroupId, Keep, Phase, Then, Trajectory, TrajectoryId, trajectory_seed
 
 Write = Callable[[Sequence[Trajectory]], None]
 
@@ -60,21 +60,8 @@ class Outcome:
     wall_s: float
     """From the first submission until the last group was written."""
     stats: ServiceStats
-
-
-class StallWatch:
-    """Notices when no token was sampled for `timeout_s`."""
-
-    def __init__(self, timeout_s: float, now: float) -> None:
-        self._timeout_s = timeout_s
-        self._tokens = 0
-        self._since = now
-
-    def stalled(self, tokens: int, now: float) -> bool:
-        """Whether the count of sampled tokens has stood at `tokens` for too long."""
-        if tokens != self._tokens:
-            self._tokens, self._since = tokens, now
-        return now - self._since >= self._timeout_s
+    stalled: StalledError | None = None
+    """What was told when nothing went on."""
 
 
 class Driver:
@@ -85,14 +72,12 @@ class Driver:
         client: AsyncRollout,
         *,
         samples: int,
-        stall_timeout_s: float,
         write: Write,
         progress: Progress,
         interrupted: Callable[[], bool],
     ) -> None:
         self._client = client
         self._samples = samples
-        self._stall_timeout_s = stall_timeout_s
         self._write = write
         self._progress = progress
         self._interrupted = interrupted
@@ -101,11 +86,15 @@ class Driver:
         self._trajectories = 0
         self._rejected = 0
         self._failures: list[str] = []
+        self._stalled: StalledError | None = None
 
     async def run(self, rows: Sequence[PromptRow]) -> Outcome:
-        """Roll `rows` out until all are over, `interrupted()`, or no token came for too long."""
+        """Roll `rows` out until all are over, `interrupted()`, or nothing goes on any more."""
         start = time.monotonic()
-        ended = await self._collect(rows)
+        try:
+            ended = await self._collect(rows)
+        except StalledError as error:
+            ended, self._stalled = Ended.STALLED, error
         if ended is not Ended.COMPLETE:
             await self._abort()
         wall_s = time.monotonic() - start
@@ -117,14 +106,13 @@ class Driver:
             failures=tuple(self._failures),
             wall_s=wall_s,
             stats=await self._settled(),
+            stalled=self._stalled,
         )
 
     async def _collect(self, rows: Sequence[PromptRow]) -> Ended:
         source = iter(rows)
         more = True
         looked_at = time.monotonic()
-        watch = StallWatch(self._stall_timeout_s, looked_at)
-        tokens = 0
         while more or self._pending:
             turn = list(itertools.islice(source, TURN_PROMPTS))
             more = len(turn) == TURN_PROMPTS
@@ -136,9 +124,7 @@ class Driver:
             now = time.monotonic()
             if now - looked_at >= STATS_S:
                 looked_at = now
-                tokens = await self._look(tokens)
-                if watch.stalled(tokens, now):
-                    return Ended.STALLED
+                await self._look()
         return Ended.COMPLETE
 
     async def _submit(self, row: PromptRow) -> None:
@@ -192,14 +178,15 @@ class Driver:
         self._trajectories += len(trajectories)
         self._failures += [f"{each.trajectory_id}: {each.error}" for each in trajectories if each.error is not None]
 
-    async def _look(self, tokens: int) -> int:
-        """Show the counters; returns the tokens sampled, which are `tokens` if the service does not answer."""
+    async def _look(self) -> None:
+        """Show the counters. What policies hold goes on once nothing else is left."""
         try:
             stats = await self._client.stats()
         except DeadlineError:
-            return tokens
+            return
         self._progress.update(stats, self._groups + self._rejected)
-        return stats.counters.tokens
+        if stats.phases and set(stats.phases) <= {Phase.SUSPENDED, Phase.FINISHED, Phase.FAILED, Phase.DROPPED}:
+            await self._client.resume()
 
     async def _abort(self) -> None:
         """Stop everything; write the groups that are over now, and what is known of the others."""

@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-import json
 import logging
 import sys
 import time
@@ -11,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from rollout.cli.driver import Driver, Ended, Outcome, Write
+from rollout.cli.driver import Driver, Outcome, Write
 from rollout.cli.interrupt import Interrupt
 from rollout.cli.progress import Progress
 from rollout.cli.prompts import PromptRow
@@ -20,7 +19,6 @@ from rollout.cli.verify import compare_all, replays, resumed, uninterrupted
 from rollout.client import Rollout, start
 from rollout.config import Config
 from rollout.errors import DeadlineError, InvalidPromptError, ServiceError
-from rollout.metrics import ServiceStats
 from rollout.store import TrajectoryWriter, read_trajectories
 from rollout.types import Trajectory
 
@@ -50,9 +48,9 @@ class Execution:
         self._write(report)
         Console().print(make_table(report))
         sys.stdout.write(f"{self._config.run.out}: {outcome.trajectories + outcome.rejected} rows\n")
-        if outcome.ended is Ended.STALLED:
-            self._console.print(_state(outcome.stats), markup=False, highlight=False, soft_wrap=True)
-            raise DeadlineError(f"no new token for {self._config.run.stall_timeout_s:g} s (run.stall_timeout_s)")
+        if outcome.stalled is not None:
+            self._console.print(outcome.stalled.state, markup=False, highlight=False, soft_wrap=True)
+            raise DeadlineError(outcome.stalled.args[0])
         if self._interrupt.requested:
             raise KeyboardInterrupt
         if self._rows and outcome.rejected == len(self._rows):
@@ -83,8 +81,8 @@ class Execution:
                 outcome = self._drive(service, replays(originals.values()), replayed.extend, title="verify")
             if self._interrupt.requested:
                 raise KeyboardInterrupt
-            if outcome.ended is not Ended.COMPLETE:
-                raise DeadlineError(f"the replay had no new token for {self._config.run.stall_timeout_s:g} s")
+            if outcome.stalled is not None:
+                raise DeadlineError(f"the replay: {outcome.stalled.args[0]}")
         mismatches = compare_all(originals, replayed)
         self._write(
             dataclasses.replace(
@@ -106,7 +104,6 @@ class Execution:
             driver = Driver(
                 service.aio,
                 samples=run.samples,
-                stall_timeout_s=run.stall_timeout_s,
                 write=write,
                 progress=progress,
                 interrupted=lambda: self._interrupt.requested,
@@ -116,8 +113,3 @@ class Execution:
     def _write(self, report: Report) -> None:
         if self._json_path is not None:
             self._json_path.write_text(report.as_json())
-
-
-def _state(stats: ServiceStats) -> str:
-    """All there is to know about a service that stands still."""
-    return json.dumps(dataclasses.asdict(stats), indent=2, default=str)

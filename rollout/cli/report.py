@@ -43,6 +43,14 @@ class Report:
     loaded_tokens: int
     """Copied from host memory of the worker."""
     recomputed_tokens: int
+    written_bytes: int
+    """KV of suspended trajectories, to the pool or a worker's host memory."""
+    read_bytes: int
+    """KV of resumed trajectories, from there."""
+    useful_reload_ratio: float | None
+    """Bytes read back for each byte written."""
+    decisions: dict[str, dict[str, int]]
+    """Where KV went, number, by what stopped the trajectory."""
     preemptions: int
     workers_lost: int
     restarts: int
@@ -86,6 +94,13 @@ def make_report(outcome: Outcome, *, command: str, config: Config, start_s: floa
         cached_tokens=counters.cached_tokens,
         loaded_tokens=counters.loaded_tokens,
         recomputed_tokens=counters.recomputed_tokens,
+        written_bytes=counters.written_bytes,
+        read_bytes=counters.read_bytes,
+        useful_reload_ratio=outcome.stats.useful_reload_ratio,
+        decisions={
+            str(reason): {str(keep): count for keep, count in kept.items()}
+            for reason, kept in outcome.stats.decisions.items()
+        },
         preemptions=counters.preemptions,
         workers_lost=counters.workers_lost,
         restarts=counters.restarts,
@@ -118,6 +133,10 @@ def make_table(report: Report) -> Table:
         "pages freed per suspension": "–" if freed is None else f"{freed:.1f}",
         "exclusive pages freed": "–" if ratio is None else f"{ratio:.1%}",
     }
+    for reason, kept in report.decisions.items():
+        rows[f"KV after {reason}"] = ", ".join(f"{keep} {count}" for keep, count in kept.items())
+    if report.useful_reload_ratio is not None:
+        rows["read back of what was written"] = f"{report.useful_reload_ratio:.0%}"
     troubles = {
         "rejected prompts": report.rejected_prompts,
         "failed trajectories": report.failed_trajectories,

@@ -36,7 +36,7 @@ class Mismatch:
 
 def uninterrupted(config: Config) -> Config:
     """The same service, in which nothing is ever suspended."""
-    return config.model_copy(update={"abort": config.abort.model_copy(update={"slice_tokens": None})})
+    return config.model_copy(update={"abort": config.abort.model_copy(update={"policies": ()})})
 
 
 def resumed(trajectories: Iterable[Trajectory]) -> dict[TrajectoryId, Trajectory]:

@@ -4,39 +4,43 @@ Prompts are turned into token ids here, so a bad one raises where it was passed 
 """
 
 import asyncio
-import itertools
-import re
+import contextlib
+import math
+import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Literal, Self
 
+from rollout.client.intake import Intake
 from rollout.cluster import launch
 from rollout.cluster.calls import call
 from rollout.cluster.description import ServiceDescription
 from rollout.config import Config, load_config
-from rollout.control.records import Submission
-from rollout.errors import InvalidPromptError, InvalidSamplingError, PromptTooLongError, ServiceClosedError
+from rollout.errors import DeadlineError, InvalidSamplingError, ServiceClosedError
 from rollout.metrics import KVCheck, ServiceStats
 from rollout.text import Prompt, Tokenizer
 from rollout.types import (
     AbortReport,
+    Collected,
     Delivery,
+    DiscardReport,
+    DrainReport,
     GroupId,
     Keep,
+    Priority,
     ResumeReport,
     SamplingParams,
     Then,
-    trajectory_seed,
+    Trajectory,
+    TrajectoryId,
+    WorkerId,
 )
 
 CALL_S = 30.0
 """Deadline of a call that should answer at once, and grace of one with a timeout of its own."""
-
-KEY = re.compile(r"(?!.*/\d+$)[^\x00-\x1f\x7f]+")
-"""A key may not look like a trajectory's id, which is `key/index`."""
 
 
 class _All(Enum):
@@ -59,17 +63,16 @@ class AsyncRollout:
         """`on_close` ends the service; None if somebody else owns it."""
         self._controller = controller
         self._config = description.config
-        self._max_context = description.max_context
-        self._vocab_size = description.vocab_size
-        self._sampling = description.config.sampling.resolve(description.generation_defaults)
-        self._keys = (f"auto-{key_prefix}{number}" for number in itertools.count())
         self._on_close = on_close
         self._closed = False
         self._arrived: set[str] = set()
         """Calls of `next_groups` that the controller need not remember any more."""
         self._abandoned: set[str] = set()
         """Those whose answer nobody got."""
+        self._turns: dict[TrajectoryId, int] = {}
+        """Tokens of each trajectory when its last turn was handed out."""
         self.tokenizer = Tokenizer(description.tokenizer)
+        self._intake = Intake(description, self.tokenizer, key_prefix=key_prefix)
 
     @classmethod
     async def start(cls, config: Config | Mapping[str, Any] | Path | str) -> Self:
@@ -102,71 +105,139 @@ class AsyncRollout:
     @property
     def sampling(self) -> SamplingParams:
         """What a submission without parameters of its own uses."""
-        return self._sampling
+        return self._intake.sampling
 
     async def submit(
         self,
         prompts: Prompt | Sequence[Prompt],
         *,
         n: int = 1,
-        sampling: SamplingParams | None = None,
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         key: str | Sequence[str] | None = None,
         metadata: Mapping[str, Any] | None = None,
         chat: bool | None = None,
+        priority: Priority | str = Priority.TRAIN,
+        deadline_s: float | None = None,
+        max_group_tokens: int | None = None,
+        multi_turn: bool = False,
+        caller: str = "",
+        partial: bool = False,
+        timeout_s: float = 0.0,
     ) -> list[GroupId]:
         """Queue `n` trajectories of each prompt; returns one group id a prompt, which is its key.
 
         A prompt is a string, a list of chat messages or a list of token ids; a list of those is several. With
         `chat` (default: run.chat) a string is one user message. Seeds follow from the run seed, or
-        `sampling.seed`, and the key, so equal keys draw equal tokens.
+        `sampling.seed`, and the key, so equal keys draw equal tokens. `sampling` may be a list of one for each of the
+        `n` samples.
+
+        `priority` eval goes before train, in its place if there is no other. After `deadline_s` a trajectory is
+        stopped as the policy `deadline` says (default: it ends with the tokens it has). `max_group_tokens` bounds what
+        all samples of a prompt sample together. With `multi_turn` a stop ends a turn: see `next_turns` and `extend`;
+        waits of trajectories of one `caller` are expected to be alike. With `partial`, samples are handed out as they
+        end. Beyond driver.max_outstanding it waits for up to `timeout_s`, then raises `ServiceBusyError`.
 
         Raises `InvalidPromptError`, `PromptTooLongError`, `InvalidSamplingError` or `DuplicateKeyError`, and
         nothing of the call is queued. Equal submissions of one key are one, so a call that timed out can be
         repeated.
         """
-        several = _several(prompts)
-        if not isinstance(n, int) or n < 1:
-            raise InvalidSamplingError(f"n: got {n!r}, allowed: an integer >= 1")
-        if sampling is not None and not isinstance(sampling, SamplingParams):
-            raise InvalidSamplingError(f"sampling: got {type(sampling).__name__}, allowed: SamplingParams")
-        keys = [key] if isinstance(key, str) else list(key) if key is not None else None
-        if keys is not None and len(keys) != len(several):
-            raise InvalidPromptError(f"key: got {len(keys)} for {len(several)} prompts")
-        submissions = [
-            self._submission(prompt, name, n, sampling or self._sampling, dict(metadata or {}), chat)
-            for prompt, name in zip(several, keys or itertools.islice(self._keys, len(several)), strict=True)
-        ]
-        await self._call(self._controller.submit, submissions)
+        submissions = self._intake.submissions(
+            prompts,
+            n=n,
+            sampling=sampling,
+            key=key,
+            chat=chat,
+            metadata=dict(metadata or {}),
+            priority=Priority(priority),
+            deadline_s=deadline_s,
+            max_group_tokens=max_group_tokens,
+            multi_turn=multi_turn,
+            caller=caller,
+            partial=partial,
+        )
+        timeout_s = max(0.0, timeout_s)
+        await self._call(self._controller.submit, submissions, timeout_s, timeout_s=timeout_s + CALL_S)
         return [submission.group_id for submission in submissions]
 
     async def next_groups(self, k: int = 1, timeout_s: float = 600.0) -> list[Delivery]:
         """Up to `k` finished groups, each handed out once: as soon as there are `k`, or no more to come without
         a `resume` or `submit`, or at the timeout what there is.
 
-        A call that fails or is cancelled loses nothing: its groups are handed out again.
+        A call that fails or is cancelled loses nothing: its groups are handed out again. Raises `StalledError` if
+        nothing goes on for driver.stall_timeout_s.
         """
         timeout_s = max(0.0, timeout_s)
-        call = uuid.uuid4().hex
-        arrived, abandoned = tuple(self._arrived), tuple(self._abandoned)
-        try:
+        async with self._handing_out() as handing:
             deliveries: list[Delivery] = await self._call(
-                self._controller.next_groups, k, timeout_s, call, arrived, abandoned, timeout_s=timeout_s + CALL_S
+                self._controller.next_groups, k, timeout_s, *handing, timeout_s=timeout_s + CALL_S
             )
-        except BaseException:
-            self._abandoned.add(call)
-            raise
-        self._arrived.difference_update(arrived)
-        self._abandoned.difference_update(abandoned)
-        self._arrived.add(call)
         return deliveries
+
+    async def as_completed(self, timeout_s: float = 600.0) -> AsyncIterator[Delivery]:
+        """Finished groups one by one, until no more are to come without a `resume` or `submit`.
+
+        Raises `DeadlineError` if none finishes for `timeout_s`.
+        """
+        while deliveries := await self.next_groups(1, timeout_s):
+            yield deliveries[0]
+        if (await self.stats()).coming_groups:
+            raise DeadlineError(f"no group finished within {timeout_s:g} s")
+
+    async def collect(
+        self,
+        groups: int,
+        *,
+        over_sample: float = 0.0,
+        accept: Callable[[Delivery], bool] | None = None,
+        timeout_s: float = 600.0,
+    ) -> Collected:
+        """`groups` finished groups of those that were submitted, while a share of `over_sample` more are under way.
+
+        As soon as there are so many, everything else is stopped and held (policy `quota`; `groups.rest: withhold`
+        lets it run on), and is what the next `collect` begins with. Groups that `accept` refuses, such as those whose
+        rewards are all alike, do not count, and others are begun for them. Raises `StalledError`.
+        """
+        timeout_s = max(0.0, timeout_s)
+        if not isinstance(groups, int) or groups < 1:
+            raise InvalidSamplingError(f"groups: got {groups!r}, allowed: an integer >= 1")
+        if not 0 <= over_sample < math.inf:
+            raise InvalidSamplingError(f"over_sample: got {over_sample!r}, allowed: a share >= 0")
+        if accept is None:
+            async with self._handing_out() as handing:
+                collected: Collected = await self._call(
+                    self._controller.collect, groups, over_sample, timeout_s, *handing, timeout_s=timeout_s + CALL_S
+                )
+            return collected
+        return await self._collect_accepted(groups, over_sample, accept, timeout_s)
+
+    async def _collect_accepted(
+        self, groups: int, over_sample: float, accept: Callable[[Delivery], bool], timeout_s: float
+    ) -> Collected:
+        taken: list[Delivery] = []
+        rejected: list[Delivery] = []
+        deadline = time.monotonic() + timeout_s
+        await self._call(self._controller.begin_collection, groups, over_sample)
+        try:
+            while len(taken) < groups:
+                deliveries = await self.next_groups(1, deadline - time.monotonic())
+                for delivery in deliveries:
+                    (taken if accept(delivery) else rejected).append(delivery)
+                if not deliveries:
+                    break
+                if rejected and deliveries[0] is rejected[-1]:
+                    await self._call(self._controller.reject, 1)
+        finally:
+            held = await self._call(self._controller.end_collection)
+        late = len(taken) < groups and time.monotonic() >= deadline
+        return Collected(groups=tuple(taken), rejected=tuple(rejected), held=held, timed_out=late)
 
     async def abort(
         self, ids: Ids = ALL, *, keep: Keep | str = Keep.AUTO, then: Then | str = Then.HOLD, timeout_s: float = 60.0
     ) -> AbortReport:
         """Stop trajectories at their next step, put their KV where `keep` says, and report their tokens so far.
 
-        The KV of one that is suspended already is moved there. What cannot be moved stays where it is, which
-        `stats().troubles` tells; tokens are never lost.
+        The KV of one that is suspended already is moved there; with `auto` it stays. What cannot be moved stays where
+        it is, which `stats().troubles` tells; tokens are never lost.
 
         Raises `ValueError` for a `keep` or `then` that does not exist.
         """
@@ -177,8 +248,68 @@ class AsyncRollout:
         return report
 
     async def resume(self, ids: Ids = ALL) -> ResumeReport:
-        """Queue suspended trajectories again; they continue exactly where they stopped."""
+        """Queue suspended trajectories again; they continue exactly where they stopped. One that ended a turn waits
+        for `extend`, and is reported with the unknown ones."""
         report: ResumeReport = await self._call(self._controller.resume, _names(ids))
+        return report
+
+    async def discard(self, ids: str | Sequence[str]) -> DiscardReport:
+        """Give trajectories up, tokens and all; a group of which all are given up is not handed out."""
+        report: DiscardReport = await self._call(self._controller.discard, _names(ids))
+        return report
+
+    async def next_turns(self, k: int = 1, timeout_s: float = 600.0) -> list[Trajectory]:
+        """Up to `k` trajectories that ended a turn, with their tokens so far, each once a turn: as soon as there are
+        `k`, or nothing goes on any more, or at the timeout what there is. Each waits for `extend`, or for
+        `abort(then="finish")`, which ends it as completed. Raises `StalledError`.
+        """
+        timeout_s = max(0.0, timeout_s)
+        turns: list[Trajectory] = await self._call(
+            self._controller.next_turns, dict(self._turns), k, timeout_s, timeout_s=timeout_s + CALL_S
+        )
+        self._turns.update((turn.trajectory_id, len(turn.output_ids)) for turn in turns)
+        return turns
+
+    async def extend(
+        self, trajectory: Trajectory | str, what: str | Sequence[Mapping[str, Any]] | Sequence[int]
+    ) -> None:
+        """Append tokens that were not sampled to a suspended trajectory, or one that waits after a turn, and queue it.
+
+        `what` is token ids or text, taken as they are, or chat messages, which become what follows an answer in the
+        model's chat template; for these pass the trajectory as it was handed out, so that its last token is known.
+        Nothing that was there is tokenised again, budgets stay as they are, and only the new tokens are computed.
+        Raises `NotExtendableError`, `PromptTooLongError` or `InvalidPromptError`.
+        """
+        name = TrajectoryId(trajectory if isinstance(trajectory, str) else trajectory.trajectory_id)
+        last = trajectory.output_ids[-1:] if isinstance(trajectory, Trajectory) else ()
+        ids = self._intake.appended_ids(what, last_id=last[0] if last else None)
+        await self._call(self._controller.extend, name, ids, uuid.uuid4().hex)
+
+    async def pause(self) -> None:
+        """Have no worker run a step, and start nothing, until `unpause`. Aborts take effect all the same."""
+        await self._call(self._controller.pause)
+
+    async def unpause(self) -> None:
+        await self._call(self._controller.unpause)
+
+    async def add_workers(self, count: int = 1) -> tuple[WorkerId, ...]:
+        """Start more workers like the others; returns their names once they have loaded the model.
+
+        Raises `ClusterTooSmallError`, `ConfigError`, `WorkerLostError` or `DeadlineError`, and none is added.
+        """
+        timeout_s = self._config.cluster.start_timeout_s + CALL_S
+        added: tuple[WorkerId, ...] = await self._call(self._controller.add_workers, count, timeout_s=timeout_s)
+        return added
+
+    async def drain(self, worker: str, timeout_s: float = 60.0) -> DrainReport:
+        """Take a worker out of service: what it runs or keeps is suspended and goes on elsewhere, then it ends.
+
+        Raises `UnknownWorkerError` for one that is not there or is the last.
+        """
+        timeout_s = max(0.0, timeout_s)
+        report: DrainReport = await self._call(
+            self._controller.drain, WorkerId(worker), timeout_s, timeout_s=timeout_s + CALL_S
+        )
         return report
 
     async def stats(self) -> ServiceStats:
@@ -209,40 +340,24 @@ class AsyncRollout:
     ) -> None:
         await self.close()
 
-    def _submission(
-        self,
-        prompt: Prompt,
-        key: str,
-        n: int,
-        sampling: SamplingParams,
-        metadata: dict[str, Any],
-        chat: bool | None,
-    ) -> Submission:
-        if not isinstance(key, str) or not KEY.fullmatch(key):
-            raise InvalidPromptError(f"key: got {key!r}, allowed: printable, and not ending in / and a number")
-        ids = self.tokenizer.prompt_ids(prompt, chat=self._config.run.chat if chat is None else chat)
-        if len(ids) >= self._max_context:
-            raise PromptTooLongError(
-                f"{key}: the prompt has {len(ids)} tokens, allowed: fewer than the context of {self._max_context}"
-            )
-        if max(ids) >= self._vocab_size:
-            raise InvalidPromptError(f"{key}: token id {max(ids)}, allowed: 0 … {self._vocab_size - 1}")
-        seeds = tuple(
-            trajectory_seed(request_seed=sampling.seed, run_seed=self._config.run.seed, key=key, sample_index=index)
-            for index in range(n)
-        )
-        return Submission(group_id=GroupId(key), prompt_ids=ids, sampling=sampling, seeds=seeds, metadata=metadata)
+    @contextlib.asynccontextmanager
+    async def _handing_out(self) -> AsyncIterator[tuple[str, tuple[str, ...], tuple[str, ...]]]:
+        """A call that groups are handed out to, and what became of earlier ones; told again until it was heard."""
+        call = uuid.uuid4().hex
+        arrived, abandoned = tuple(self._arrived), tuple(self._abandoned)
+        try:
+            yield call, arrived, abandoned
+        except BaseException:
+            self._abandoned.add(call)
+            raise
+        self._arrived.difference_update(arrived)
+        self._abandoned.difference_update(abandoned)
+        self._arrived.add(call)
 
     async def _call(self, method: Any, *args: Any, timeout_s: float = CALL_S) -> Any:
         if self._closed:
             raise ServiceClosedError("this client was closed")
         return await call(method, *args, timeout_s=timeout_s)
-
-
-def _several(prompts: Any) -> list[Prompt]:
-    """The prompts of a submission: a sequence of strings or of sequences is several, anything else is one."""
-    is_list = isinstance(prompts, Sequence) and not isinstance(prompts, str) and bool(prompts)
-    return list(prompts) if is_list and all(isinstance(prompt, Sequence) for prompt in prompts) else [prompts]
 
 
 def _names(ids: Ids) -> list[str] | None:

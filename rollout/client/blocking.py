@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from pathlib import Path
 from types import TracebackType
@@ -13,7 +13,21 @@ from rollout.config import Config
 from rollout.errors import ServiceClosedError
 from rollout.metrics import KVCheck, ServiceStats
 from rollout.text import Prompt, Tokenizer
-from rollout.types import AbortReport, Delivery, GroupId, Keep, ResumeReport, SamplingParams, Then
+from rollout.types import (
+    AbortReport,
+    Collected,
+    Delivery,
+    DiscardReport,
+    DrainReport,
+    GroupId,
+    Keep,
+    Priority,
+    ResumeReport,
+    SamplingParams,
+    Then,
+    Trajectory,
+    WorkerId,
+)
 
 T = TypeVar("T")
 
@@ -42,17 +56,57 @@ class Rollout:
         prompts: Prompt | Sequence[Prompt],
         *,
         n: int = 1,
-        sampling: SamplingParams | None = None,
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         key: str | Sequence[str] | None = None,
         metadata: Mapping[str, Any] | None = None,
         chat: bool | None = None,
+        priority: Priority | str = Priority.TRAIN,
+        deadline_s: float | None = None,
+        max_group_tokens: int | None = None,
+        multi_turn: bool = False,
+        caller: str = "",
+        partial: bool = False,
+        timeout_s: float = 0.0,
     ) -> list[GroupId]:
         """As `AsyncRollout.submit`."""
-        return self._run(self.aio.submit(prompts, n=n, sampling=sampling, key=key, metadata=metadata, chat=chat))
+        return self._run(
+            self.aio.submit(
+                prompts,
+                n=n,
+                sampling=sampling,
+                key=key,
+                metadata=metadata,
+                chat=chat,
+                priority=priority,
+                deadline_s=deadline_s,
+                max_group_tokens=max_group_tokens,
+                multi_turn=multi_turn,
+                caller=caller,
+                partial=partial,
+                timeout_s=timeout_s,
+            )
+        )
 
     def next_groups(self, k: int = 1, timeout_s: float = 600.0) -> list[Delivery]:
         """As `AsyncRollout.next_groups`."""
         return self._run(self.aio.next_groups(k, timeout_s))
+
+    def as_completed(self, timeout_s: float = 600.0) -> Iterator[Delivery]:
+        """As `AsyncRollout.as_completed`."""
+        deliveries = self.aio.as_completed(timeout_s)
+        while (delivery := self._run(_next(deliveries))) is not None:
+            yield delivery
+
+    def collect(
+        self,
+        groups: int,
+        *,
+        over_sample: float = 0.0,
+        accept: Callable[[Delivery], bool] | None = None,
+        timeout_s: float = 600.0,
+    ) -> Collected:
+        """As `AsyncRollout.collect`; `accept` is called on the client's own thread."""
+        return self._run(self.aio.collect(groups, over_sample=over_sample, accept=accept, timeout_s=timeout_s))
 
     def abort(
         self, ids: Ids = ALL, *, keep: Keep | str = Keep.AUTO, then: Then | str = Then.HOLD, timeout_s: float = 60.0
@@ -63,6 +117,34 @@ class Rollout:
     def resume(self, ids: Ids = ALL) -> ResumeReport:
         """As `AsyncRollout.resume`."""
         return self._run(self.aio.resume(ids))
+
+    def discard(self, ids: str | Sequence[str]) -> DiscardReport:
+        """As `AsyncRollout.discard`."""
+        return self._run(self.aio.discard(ids))
+
+    def next_turns(self, k: int = 1, timeout_s: float = 600.0) -> list[Trajectory]:
+        """As `AsyncRollout.next_turns`."""
+        return self._run(self.aio.next_turns(k, timeout_s))
+
+    def extend(self, trajectory: Trajectory | str, what: str | Sequence[Mapping[str, Any]] | Sequence[int]) -> None:
+        """As `AsyncRollout.extend`."""
+        self._run(self.aio.extend(trajectory, what))
+
+    def pause(self) -> None:
+        """As `AsyncRollout.pause`."""
+        self._run(self.aio.pause())
+
+    def unpause(self) -> None:
+        """As `AsyncRollout.unpause`."""
+        self._run(self.aio.unpause())
+
+    def add_workers(self, count: int = 1) -> tuple[WorkerId, ...]:
+        """As `AsyncRollout.add_workers`."""
+        return self._run(self.aio.add_workers(count))
+
+    def drain(self, worker: str, timeout_s: float = 60.0) -> DrainReport:
+        """As `AsyncRollout.drain`."""
+        return self._run(self.aio.drain(worker, timeout_s))
 
     def stats(self) -> ServiceStats:
         """As `AsyncRollout.stats`."""
@@ -112,6 +194,10 @@ class Rollout:
         except BaseException:
             future.cancel()  # an interrupt here must not leave the call to take groups for nobody
             raise
+
+
+async def _next(deliveries: AsyncIterator[Delivery]) -> Delivery | None:
+    return await anext(deliveries, None)
 
 
 def start(config: Config | Mapping[str, Any] | Path | str) -> Rollout:

@@ -1,24 +1,27 @@
 """The controller actor: the deciding core behind one event loop, with the calls that carry out its commands.
 
-One task per worker polls its events and notices its death; one task per export waits for the pool. Every
-wait has a deadline. Commands to workers are sent and forgotten: if one is lost its worker is, and the
-core hears of that.
+`supervision` watches the workers; one task per export waits for the pool. Every wait has a deadline. Commands to
+workers are sent and forgotten: if one is lost its worker is, and the core hears of that.
 """
 
 import asyncio
-import contextlib
+import dataclasses
+import itertools
+import json
 import logging
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import ray
-from ray.exceptions import ActorDiedError, RayError
+from ray.exceptions import RayError
 
+from rollout.cluster.background import Background
 from rollout.cluster.calls import one_line
 from rollout.cluster.description import ServiceDescription, WorkerDescription
-from rollout.cluster.pool import start_pool
+from rollout.cluster.placement import check_alike, place
+from rollout.cluster.supervision import Supervisor, remove_placement
+from rollout.cluster.workforce import Post, describe, start_workers
 from rollout.control.controller import Controller
 from rollout.control.messages import (
     Command,
@@ -28,26 +31,33 @@ from rollout.control.messages import (
     Export,
     ExportFailed,
     KeepThere,
+    Pause,
+    PoolRoom,
     Recall,
     Release,
-    RestoreFailed,
     Retain,
+    Retire,
     Spilled,
     Start,
     Stop,
-    WorkerDown,
-    WorkerReport,
-    WorkerUp,
+    Tick,
+    Unpause,
 )
 from rollout.control.records import Submission
+from rollout.errors import ServiceBusyError, StalledError
 from rollout.metrics import KVCheck, ServiceStats
 from rollout.types import (
     AbortReport,
+    Collected,
     Delivery,
+    DiscardReport,
+    DrainReport,
     Keep,
     NodeId,
     ResumeReport,
     Then,
+    Trajectory,
+    TrajectoryId,
     WorkerId,
 )
 
@@ -55,10 +65,10 @@ logger = logging.getLogger(__name__)
 
 CALL_S = 10.0
 """Deadline of a call that should answer at once."""
-RETRY_S = 0.5
-"""Pause between two looks at a worker that is being restarted."""
-SPILL_LOOK_S = 5.0
-"""Pause between two questions to the pools whether their nodes spill."""
+LOOK_S = 1.0
+"""Pause between two looks at the pools: what room they have, whether their nodes spill."""
+TICK_S = 0.25
+"""Pause between two looks at deadlines and at whether anything goes on."""
 
 
 class ControllerActor:
@@ -67,42 +77,59 @@ class ControllerActor:
     def __init__(
         self,
         description: ServiceDescription,
-        workers: Mapping[WorkerId, Any],
+        posts: Mapping[WorkerId, Post],
         described: Sequence[WorkerDescription],
         pools: Mapping[NodeId, Any],
+        weights_id: str,
     ) -> None:
+        """`weights_id` names what every worker loads."""
         config = description.config
         self._description = description
         self._config = config
-        self._workers = dict(workers)
         self._described = list(described)
-        self._pools = dict(pools)
-        self._incarnations: dict[WorkerId, str] = {}
+        self._weights_id = weights_id
+        self._numbers = itertools.count(len(posts))
+        self._background = Background()
+        self._workers = Supervisor(config, posts, pools, handle=self._handle, background=self._background)
         self._core = Controller(
-            workers=len(workers),
+            workers=len(posts),
             max_context=description.max_context,
-            slice_tokens=config.abort.slice_tokens,
-            keep=Keep(config.abort.keep),
-            prefer_other=config.resume.prefer == "other",
+            abort=config.abort,
+            resume=config.resume,
+            groups=config.groups,
         )
+        self._decisions = 0
+        """How many were logged."""
         self._changed = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
 
     async def begin(self) -> None:
-        """Start watching the workers, and the object stores of their nodes."""
-        self._spawn(self._watch_stores(), lambda _: None)
+        """Start watching the workers, the pools and the clock."""
+        self._background.spawn(self._watch_pools(), lambda _: None)
+        self._background.spawn(self._tick(), lambda _: None)
         for described in self._described:
-            worker = described.worker
-            self._spawn(self._watch(self._workers[worker], described), partial(self._give_up, worker))
+            self._workers.watch(described)
 
     async def describe(self) -> ServiceDescription:
         return self._description
 
-    async def submit(self, submissions: Sequence[Submission]) -> None:
+    # Groups -------------------------------------------------------------------------------------------
+
+    async def submit(self, submissions: Sequence[Submission], wait_s: float = 0.0) -> None:
         """Take groups in, all or none; one that is here already, all of it equal, was told twice.
 
-        Raises `DuplicateKeyError`.
+        Raises `DuplicateKeyError`, and `ServiceBusyError` if there is no room for them within `wait_s`.
         """
+        most = self._config.driver.max_outstanding
+
+        def room() -> bool:
+            return self._core.outstanding + self._core.new_trajectories(submissions) <= most
+
+        await self._until(room, wait_s)
+        if not room():
+            raise ServiceBusyError(
+                f"{self._core.outstanding} trajectories are outstanding, {self._core.new_trajectories(submissions)} "
+                f"more were submitted; allowed: {most} (driver.max_outstanding)"
+            )
         self._carry_out(self._core.submit(submissions, time.time()))
 
     async def next_groups(
@@ -111,17 +138,51 @@ class ControllerActor:
         """Up to `count` finished groups, waiting until there are so many, or no more to come, or the timeout.
 
         They are handed out to `call`. Until a later call names it in `arrived` they are kept, and handed out
-        again if one names it in `abandoned`.
+        again if one names it in `abandoned`. Raises `StalledError`.
         """
         self._core.settle_calls(arrived=arrived, abandoned=abandoned)
         await self._until(lambda: self._core.complete_groups >= min(count, self._core.coming_groups), timeout_s)
         return self._core.take(count, call)
 
+    async def collect(
+        self,
+        count: int,
+        over_sample: float,
+        timeout_s: float,
+        call: str,
+        arrived: Sequence[str],
+        abandoned: Sequence[str],
+    ) -> Collected:
+        """As `next_groups`, of a collection that ends, all else stopped and held, as soon as it has `count`."""
+        self._core.settle_calls(arrived=arrived, abandoned=abandoned)
+        self._carry_out(self._core.begin_collection(count, over_sample, fires=True, now=time.time()))
+        try:
+            await self._until(lambda: self._core.complete_groups >= min(count, self._core.coming_groups), timeout_s)
+        finally:
+            possible = min(count, self._core.coming_groups)
+            self._carry_out(self._core.end_collection(time.time()))
+        groups = self._core.take(count, call)
+        return Collected(groups=tuple(groups), held=self._core.unfinished_groups, timed_out=len(groups) < possible)
+
+    async def begin_collection(self, count: int, over_sample: float) -> None:
+        """Of groups that the driver looks at one by one."""
+        self._carry_out(self._core.begin_collection(count, over_sample, fires=False, now=time.time()))
+
+    async def reject(self, groups: int) -> None:
+        self._carry_out(self._core.reject(groups, time.time()))
+
+    async def end_collection(self) -> int:
+        """Returns the number of groups that are not finished."""
+        self._carry_out(self._core.end_collection(time.time()))
+        return self._core.unfinished_groups
+
+    # Trajectories -------------------------------------------------------------------------------------
+
     async def abort(self, ids: Sequence[str] | None, keep: Keep, then: Then, timeout_s: float) -> AbortReport:
         """Stop trajectories (all for None; a group's id stands for its members) and wait until they are."""
         ticket, commands = self._core.abort(ids, keep, then, time.time())
         self._carry_out(commands)
-        await self._until(lambda: ticket.done, timeout_s)
+        await self._until(lambda: ticket.done, timeout_s, progress=False)
         return ticket.report()
 
     async def resume(self, ids: Sequence[str] | None) -> ResumeReport:
@@ -130,12 +191,88 @@ class ControllerActor:
         self._carry_out(commands)
         return report
 
+    async def discard(self, ids: Sequence[str]) -> DiscardReport:
+        """Give trajectories up, tokens and all."""
+        report, commands = self._core.discard(ids, time.time())
+        self._carry_out(commands)
+        return report
+
+    async def extend(self, trajectory_id: TrajectoryId, ids: Sequence[int], call: str) -> None:
+        """Append tokens to a suspended trajectory and queue it.
+
+        Raises `NotExtendableError` or `PromptTooLongError`.
+        """
+        self._carry_out(self._core.extend(trajectory_id, ids, call, time.time()))
+
+    async def next_turns(self, known: Mapping[TrajectoryId, int], count: int, timeout_s: float) -> list[Trajectory]:
+        """Trajectories that ended a turn: `count`, or what there is at the timeout, or when no more can come.
+
+        `known` are those that the caller has been told of, with the tokens they had.
+        """
+
+        def new() -> list[Trajectory]:
+            return [each for each in self._core.ended_turns() if known.get(each.trajectory_id) != len(each.output_ids)]
+
+        await self._until(lambda: len(new()) >= count or not self._core.busy, timeout_s)
+        return new()[:count]
+
+    # The service --------------------------------------------------------------------------------------
+
+    async def pause(self) -> None:
+        """Have no worker run a step until `unpause`."""
+        self._carry_out(self._core.pause(time.time()))
+
+    async def unpause(self) -> None:
+        self._carry_out(self._core.unpause(time.time()))
+
+    async def add_workers(self, count: int) -> tuple[WorkerId, ...]:
+        """Start more workers; they take part as soon as they have loaded the model.
+
+        Raises `ClusterTooSmallError`, `ConfigError`, `WorkerLostError` or `DeadlineError`, and none is added.
+        """
+        names = [WorkerId(f"worker-{next(self._numbers)}") for _ in range(count)]
+        timeout_s = self._config.cluster.start_timeout_s
+        places = await asyncio.to_thread(place, self._config.cluster, count)
+        posts: dict[WorkerId, Post] = {}
+        try:
+            posts = start_workers(self._config, names, places, self._weights_id)
+            described = await asyncio.to_thread(describe, posts.values(), timeout_s)
+            check_alike([*self._described, *described], deterministic=self._config.engine.deterministic)
+        except BaseException:
+            self._workers.hire(posts)
+            for worker in posts:
+                self._workers.retire(worker)
+            for each in places if not posts else ():
+                remove_placement(each)
+            raise
+        self._described += described
+        self._workers.hire(posts)
+        self._core.expect_workers(count)
+        for each in described:
+            self._workers.watch(each)
+        return tuple(names)
+
+    async def drain(self, worker: WorkerId, timeout_s: float) -> DrainReport:
+        """Take a worker out of service: everything on it is suspended and goes on elsewhere; then its process ends.
+
+        At the timeout that goes on in the background. Raises `UnknownWorkerError`.
+        """
+        moved, commands = self._core.drain(worker, time.time())
+        self._carry_out(commands)
+        await self._until(lambda: self._core.is_retired(worker), timeout_s, progress=False)
+        return DrainReport(worker=worker, moved=moved, empty=self._core.is_retired(worker))
+
     async def stats(self) -> ServiceStats:
         """Counters, and snapshots of the workers and pools that answer in time."""
-        workers = await asyncio.gather(*(self._ask(worker.stats) for worker in self._workers.values()))
-        pools = await asyncio.gather(*(self._ask(pool.stats) for pool in self._pools.values()))
+        workers = await asyncio.gather(*(self._ask(worker.stats) for worker in self._workers.actors.values()))
+        pools = await asyncio.gather(*(self._ask(pool.stats) for pool in self._workers.pools.values()))
         return ServiceStats(
             phases=self._core.phases,
+            suspended=self._core.suspended,
+            coming_groups=self._core.coming_groups,
+            accounts=self._core.accounts(),
+            decisions=self._core.keeping.counts,
+            last_decisions=self._core.keeping.last,
             counters=self._core.counters,
             troubles=self._core.troubles,
             workers=tuple(stats for stats in workers if stats is not None),
@@ -144,8 +281,8 @@ class ControllerActor:
 
     async def check_kv(self) -> tuple[KVCheck, ...]:
         """Have every worker and pool recompute its accounting."""
-        parts = {str(name): worker.audit.remote(CALL_S) for name, worker in self._workers.items()}
-        parts |= {f"pool of {node}": pool.audit.remote() for node, pool in self._pools.items()}
+        parts = {str(name): worker.audit.remote(CALL_S) for name, worker in self._workers.actors.items()}
+        parts |= {f"pool of {node}": pool.audit.remote() for node, pool in self._workers.pools.items()}
         return tuple(await asyncio.gather(*(self._violation(part, answer) for part, answer in parts.items())))
 
     # Events and commands ------------------------------------------------------------------------------
@@ -155,37 +292,55 @@ class ControllerActor:
 
     def _carry_out(self, commands: Sequence[Command]) -> None:
         for command in commands:
-            match command:
-                case Start():
-                    worker, incarnation = self._address(command.worker)
-                    worker.start.remote(incarnation, command.assignment)
-                case Stop():
-                    worker, incarnation = self._address(command.worker)
-                    worker.stop.remote(incarnation, (command.trajectory_id, command.epoch))
-                case KeepThere():
-                    worker, incarnation = self._address(command.worker)
-                    worker.keep.remote(incarnation, (command.trajectory_id, command.epoch), command.where)
-                case Recall():
-                    worker, incarnation = self._address(command.worker)
-                    worker.recall.remote(incarnation, (command.trajectory_id, command.epoch))
-                case Release():
-                    worker, incarnation = self._address(command.worker)
-                    worker.release.remote(incarnation, (command.trajectory_id, command.epoch))
-                case Retain():
-                    self._pools[command.node].retain.remote(command.trajectory_id, command.segments)
-                case Expect():
-                    self._pools[command.node].expect.remote(command.trajectory_id, command.turn)
-                case Drop():
-                    self._pools[command.node].drop.remote(command.segment)
-                case Export():
-                    self._spawn(self._export(command), partial(self._export_failed, command))
+            self._send(command)
+        made = self._core.keeping.made
+        if made > self._decisions:
+            for decision in self._core.keeping.last[self._decisions - made :]:
+                logger.info("%s", decision)
+            self._decisions = made
         self._changed.set()
         self._changed = asyncio.Event()
 
+    def _send(self, command: Command) -> None:
+        pools = self._workers.pools
+        match command:
+            case Retain():
+                pools[command.node].retain.remote(command.trajectory_id, command.segments)
+                return
+            case Expect():
+                pools[command.node].expect.remote(command.trajectory_id, command.turn)
+                return
+            case Drop():
+                pools[command.node].drop.remote(command.segment)
+                return
+            case Export():
+                self._background.spawn(self._export(command), partial(self._export_failed, command))
+                return
+            case Retire():
+                self._workers.retire(command.worker)
+                return
+        worker, incarnation = self._workers.address(command.worker)
+        match command:
+            case Start():
+                worker.start.remote(incarnation, command.assignment)
+            case Stop():
+                worker.stop.remote(incarnation, (command.trajectory_id, command.epoch))
+            case KeepThere():
+                worker.keep.remote(incarnation, (command.trajectory_id, command.epoch), command.where)
+            case Recall():
+                worker.recall.remote(incarnation, (command.trajectory_id, command.epoch))
+            case Release():
+                worker.release.remote(incarnation, (command.trajectory_id, command.epoch))
+            case Pause():
+                worker.pause.remote(incarnation)
+            case Unpause():
+                worker.unpause.remote(incarnation)
+
     async def _export(self, order: Export) -> None:
         """Have a pool store an image. What it says after the deadline still reaches the core, which lets go of it."""
-        worker, incarnation = self._address(order.worker)
-        answer = asyncio.ensure_future(self._pools[order.node].export.remote(worker, incarnation, order))
+        began = time.monotonic()
+        worker, incarnation = self._workers.address(order.worker)
+        answer = asyncio.ensure_future(self._workers.pools[order.node].export.remote(worker, incarnation, order))
         timeout_s = self._config.pool.export_timeout_s + CALL_S
         done, _ = await asyncio.wait([answer], timeout=timeout_s)
         if not done:
@@ -197,118 +352,47 @@ class ControllerActor:
             return
         if isinstance(event, ExportFailed):
             logger.warning("%s: its KV was not stored: %s", order.trajectory_id, event.error)
+        else:
+            event = dataclasses.replace(event, seconds=time.monotonic() - began)
         self._handle(event)
 
     def _export_failed(self, order: Export, error: str) -> None:
         logger.warning("%s: its KV was not stored: %s", order.trajectory_id, error)
         self._handle(ExportFailed(trajectory_id=order.trajectory_id, epoch=order.epoch, error=error))
 
-    async def _watch_stores(self) -> None:
+    async def _watch_pools(self) -> None:
         while True:
-            await asyncio.sleep(SPILL_LOOK_S)
-            for node, pool in list(self._pools.items()):
+            for node, pool in list(self._workers.pools.items()):
+                if (free := await self._ask(pool.room)) is not None:
+                    budget = int(self._config.pool.budget_bytes)
+                    self._handle(PoolRoom(node=node, free_bytes=free, budget_bytes=budget))
                 if nbytes := await self._ask(pool.spilled):
                     self._handle(Spilled(node=node, nbytes=nbytes))
+            await asyncio.sleep(LOOK_S)
 
-    def _address(self, worker: WorkerId) -> tuple[Any, str]:
-        return self._workers[worker], self._incarnations[worker]
-
-    # Workers ------------------------------------------------------------------------------------------
-
-    async def _watch(self, worker: Any, described: WorkerDescription) -> None:
-        """Hand a worker's events to the core, through all its incarnations, until it is gone for good."""
-        health = self._config.cluster
-        current: WorkerDescription | None = described
-        while current is not None:
-            self._incarnations[current.worker] = current.incarnation
-            if current.node not in self._pools:
-                self._pools[current.node] = start_pool(self._config, current)
-            self._spawn(self._warm(worker, current), lambda _: None)
-            self._handle(
-                WorkerUp(
-                    worker=current.worker,
-                    node=current.node,
-                    incarnation=current.incarnation,
-                    max_running=current.max_running,
-                )
-            )
-            error = await self._relay(worker, current, health.health_interval_s, health.unresponsive_s)
-            logger.warning("worker %s is lost: %s", current.worker, error)
-            self._down(current, error, final=False)
-            current = await self._recover(worker, current)
-
-    async def _warm(self, worker: Any, described: WorkerDescription) -> None:
-        """Have a worker touch shared memory, and tell the pool it exports to."""
-        with contextlib.suppress(RayError, TimeoutError):
-            async with asyncio.timeout(self._config.cluster.start_timeout_s):
-                touched = await worker.warm.remote()
-            self._pools[described.node].warmed.remote(described.incarnation, touched)
-
-    async def _relay(self, worker: Any, described: WorkerDescription, wait_s: float, unresponsive_s: float) -> str:
-        """Poll one incarnation for as long as it answers; returns why it does no more."""
-        acknowledged = 0
+    async def _tick(self) -> None:
         while True:
-            try:
-                async with asyncio.timeout(wait_s + unresponsive_s):
-                    batch = await worker.poll.remote(acknowledged, wait_s)
-            except TimeoutError:
-                ray.kill(worker, no_restart=False)
-                return f"no answer for {wait_s + unresponsive_s:g} s"
-            except RayError as error:
-                return one_line(error)
-            if batch.incarnation != described.incarnation:
-                return "its process was restarted"
-            acknowledged = batch.number
-            if batch.silent_s > unresponsive_s:
-                ray.kill(worker, no_restart=False)
-                return f"its engine did not finish a step for {batch.silent_s:.0f} s"
-            for event in batch.events:
-                if isinstance(event, RestoreFailed):
-                    logger.warning("%s: its KV is computed again: %s", event.trajectory_id, event.error)
-            if batch.events:
-                self._handle(WorkerReport(worker=described.worker, incarnation=batch.incarnation, events=batch.events))
-
-    async def _recover(self, worker: Any, lost: WorkerDescription) -> WorkerDescription | None:
-        """Wait for Ray to restart a worker and for it to load; None, and the core knows, if it does not."""
-        error: Exception = TimeoutError()
-        try:
-            async with asyncio.timeout(self._config.cluster.start_timeout_s):
-                while True:
-                    try:
-                        described: WorkerDescription = await worker.describe.remote()
-                        if described.incarnation != lost.incarnation:
-                            return described
-                        ray.kill(worker, no_restart=False)  # alive, but commands to it may have been lost
-                    except ActorDiedError as died:
-                        error = died
-                        break
-                    except RayError as unavailable:
-                        error = unavailable
-                    await asyncio.sleep(RETRY_S)
-        except TimeoutError:
-            ray.kill(worker)
-        self._down(lost, one_line(error), final=True)
-        return None
-
-    def _give_up(self, worker: WorkerId, error: str) -> None:
-        """Nobody watches a worker any more."""
-        ray.kill(self._workers[worker])
-        incarnation = self._incarnations[worker]
-        self._handle(WorkerDown(worker=worker, incarnation=incarnation, error=error, final=True))
-
-    def _down(self, described: WorkerDescription, error: str, *, final: bool) -> None:
-        self._handle(WorkerDown(worker=described.worker, incarnation=described.incarnation, error=error, final=final))
+            await asyncio.sleep(TICK_S)
+            self._handle(Tick())
 
     # Waiting ------------------------------------------------------------------------------------------
 
-    async def _until(self, done: Callable[[], bool], timeout_s: float) -> None:
-        """Until `done()`, or the timeout."""
+    async def _until(self, done: Callable[[], bool], timeout_s: float, *, progress: bool = True) -> None:
+        """Until `done()`, or the timeout; with `progress`, `StalledError` is raised if nothing goes on."""
         try:
             async with asyncio.timeout(timeout_s):
                 while not done():
                     await self._changed.wait()
+                    if progress:
+                        self._check_progress()
         except TimeoutError:
             return
+
+    def _check_progress(self) -> None:
+        now, most = time.time(), self._config.driver.stall_timeout_s
+        if self._core.stalled_s(now) >= most:
+            state = json.dumps(self._core.state(now), indent=2)
+            raise StalledError(f"nothing went on for {most:g} s (driver.stall_timeout_s)", state=state)
 
     async def _ask(self, method: Any) -> Any:
         try:
@@ -328,16 +412,3 @@ class ControllerActor:
         if violation is not None:
             logger.error("%s: %s", part, violation)
         return KVCheck(part=part, violation=violation)
-
-    def _spawn(self, work: Coroutine[Any, Any, None], failed: Callable[[str], None]) -> None:
-        """Run `work` in the background; `failed` hears of a fault of ours, so that what waits for it ends."""
-
-        def ended(task: asyncio.Task[None]) -> None:
-            self._tasks.discard(task)
-            if not task.cancelled() and (error := task.exception()) is not None:
-                logger.error("a background task of the controller failed", exc_info=error)
-                failed(one_line(error))
-
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(ended)

@@ -8,26 +8,25 @@ import logging
 import socket
 import uuid
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray.exceptions import ActorAlreadyExistsError, GetTimeoutError, RayActorError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rollout.cluster.calls import wait_for
 from rollout.cluster.controller import ControllerActor
 from rollout.cluster.description import (
     NAMESPACE,
     ServiceDescription,
-    WorkerDescription,
     controller_name,
 )
 from rollout.cluster.placement import check_alike, check_store, place
 from rollout.cluster.pool import start_pool
-from rollout.cluster.worker import GROUPS, Worker
+from rollout.cluster.workforce import describe, start_workers
 from rollout.config import Config
 from rollout.errors import (
     ConfigError,
@@ -39,8 +38,6 @@ from rollout.model.spec import read_spec
 from rollout.text import read_tokenizer_files
 from rollout.types import WorkerId
 
-HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
-"""Has torch ask the kernel for huge pages on the CPU: attention reads KV from all over memory."""
 CONNECT_S = 5.0
 """Seconds for a Ray cluster to accept a connection."""
 DESCRIBE_S = 30.0
@@ -55,13 +52,13 @@ class Service:
     description: ServiceDescription
     actors: tuple[Any, ...]
     """All of it, the controller first, so that it does not see the others end."""
-    placement: PlacementGroup
+    places: tuple[PlacementGroup, ...]
     started_ray: bool
     """This process joined Ray for the service, and leaves it again."""
 
     def close(self) -> None:
         """End every actor, and leave Ray if it was joined for this."""
-        _end(self.actors, self.placement, self.started_ray, self.description.config.cluster.name)
+        _end(self.actors, self.places, self.started_ray, self.description.config.cluster.name)
 
 
 def connect(service: str, address: str | None) -> tuple[Any, ServiceDescription]:
@@ -120,14 +117,16 @@ def launch(config: Config) -> Service:
         started_ray = _join_ray(config.cluster.address)
     except (OSError, ValueError) as error:
         raise ConfigError(f"cluster.address: no Ray cluster runs at {config.cluster.address}: {error}") from None
-    placement: PlacementGroup | None = None
+    places: Sequence[PlacementGroup] = ()
     actors: deque[Any] = deque()
     try:
         _check_name(config.cluster.name)
-        placement = place(config.cluster)
-        workers = _start_workers(config, placement)
-        actors += workers.values()
-        described = _loaded(workers, config.cluster.start_timeout_s)
+        places = place(config.cluster, config.cluster.workers)
+        names = [WorkerId(f"worker-{index}") for index in range(config.cluster.workers)]
+        weights_id = uuid.uuid4().hex
+        posts = start_workers(config, names, places, weights_id)
+        actors += [post.actor for post in posts.values()]
+        described = describe(posts.values(), config.cluster.start_timeout_s)
         check_alike(described, deterministic=config.engine.deterministic)
         check_store(config.pool, described)
         pools = {worker.node: start_pool(config, worker) for worker in {each.node: each for each in described}.values()}
@@ -148,12 +147,12 @@ def launch(config: Config) -> Service:
                 # Beside the driver, with which the service ends anyway. Without CPUs, Ray heeds hard wishes only.
                 scheduling_strategy=NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False),
             )
-            .remote(description, workers, described, pools)
+            .remote(description, posts, described, pools, weights_id)
         )
         actors.appendleft(controller)
         wait_for([controller.begin.remote()], config.cluster.start_timeout_s, "the controller")
     except BaseException as error:
-        _end(actors, placement, started_ray, config.cluster.name)
+        _end(actors, places, started_ray, config.cluster.name)
         if isinstance(error, ActorAlreadyExistsError):
             raise _taken(config.cluster.name) from None
         raise
@@ -161,18 +160,18 @@ def launch(config: Config) -> Service:
         controller=controller,
         description=description,
         actors=tuple(actors),
-        placement=placement,
+        places=tuple(places),
         started_ray=started_ray,
     )
 
 
-def _end(actors: Iterable[Any], placement: PlacementGroup | None, started_ray: bool, service: str) -> None:
+def _end(actors: Iterable[Any], places: Iterable[PlacementGroup], started_ray: bool, service: str) -> None:
     if not ray.is_initialized():
         return
     for actor in actors:
         ray.kill(actor)
-    if placement is not None:
-        remove_placement_group(placement)
+    for group in places:
+        remove_placement_group(group)
     if started_ray and not _other_services(service):
         ray.shutdown()
 
@@ -194,27 +193,3 @@ def _check_name(service: str) -> None:
 
 def _taken(service: str) -> ConfigError:
     return ConfigError(f"cluster.name: a service named {service!r} runs in this Ray cluster already")
-
-
-def _start_workers(config: Config, placement: PlacementGroup) -> dict[WorkerId, Any]:
-    cluster = config.cluster
-    actor = ray.remote(concurrency_groups=GROUPS)(Worker)
-    weights_id = uuid.uuid4().hex
-    workers = {}
-    for index in range(cluster.workers):
-        worker = WorkerId(f"worker-{index}")
-        workers[worker] = actor.options(
-            num_cpus=cluster.cpus_per_worker,
-            num_gpus=cluster.gpus_per_worker,
-            max_restarts=cluster.max_restarts,
-            runtime_env={"env_vars": {"OMP_NUM_THREADS": str(cluster.cpus_per_worker), **HUGE_PAGES}},
-            scheduling_strategy=PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=index),
-        ).remote(worker, config, weights_id)
-    return workers
-
-
-def _loaded(workers: dict[WorkerId, Any], timeout_s: float) -> list[WorkerDescription]:
-    described: list[WorkerDescription] = wait_for(
-        [worker.describe.remote() for worker in workers.values()], timeout_s, f"{len(workers)} workers"
-    )
-    return described

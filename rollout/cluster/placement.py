@@ -1,6 +1,7 @@
 """Where workers go, and whether the pools fit: by arithmetic on what Ray says it has, before anything is started."""
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Sequence
 
@@ -22,28 +23,30 @@ STORE_SHARE = 0.75
 logger = logging.getLogger(__name__)
 
 
-def place(cluster: ClusterConfig) -> PlacementGroup:
-    """Room for every worker, or an error that names what was asked for and what there is."""
+def place(cluster: ClusterConfig, workers: int) -> list[PlacementGroup]:
+    """Room for each of `workers` workers, or an error that names what was asked for and what there is."""
     per_worker = {"CPU": float(cluster.cpus_per_worker)}
     if cluster.gpus_per_worker:
         per_worker["GPU"] = float(cluster.gpus_per_worker)
     total = ray.cluster_resources()
     for kind, each in per_worker.items():
-        asked, there = each * cluster.workers, total.get(kind, 0.0)
+        asked, there = each * workers, total.get(kind, 0.0)
         if asked > there:
             raise ClusterTooSmallError(
-                f"cluster.workers: {cluster.workers} workers of {each:g} {kind} need {asked:g} {kind}, "
+                f"cluster.workers: {workers} workers of {each:g} {kind} need {asked:g} {kind}, "
                 f"the Ray cluster has {there:g}"
             )
-    placement = placement_group([dict(per_worker) for _ in range(cluster.workers)], strategy="PACK")
-    if placement.wait(PLACEMENT_S):
-        return placement
-    remove_placement_group(placement)
+    places = [placement_group([dict(per_worker)]) for _ in range(workers)]
+    deadline = time.monotonic() + PLACEMENT_S
+    if all(each.wait(max(0.0, deadline - time.monotonic())) for each in places):
+        return places
+    for each in places:
+        remove_placement_group(each)
     free = ray.available_resources()
-    wanted = ", ".join(f"{each * cluster.workers:g} {kind}" for kind, each in per_worker.items())
+    wanted = ", ".join(f"{each * workers:g} {kind}" for kind, each in per_worker.items())
     there = ", ".join(f"{free.get(kind, 0.0):g} of {total.get(kind, 0.0):g} {kind}" for kind in per_worker)
     raise ClusterTooSmallError(
-        f"cluster.workers: {cluster.workers} workers need {wanted}; {there} are free, "
+        f"cluster.workers: {workers} workers need {wanted}; {there} are free, "
         f"and no nodes could hold them within {PLACEMENT_S:g} s"
     )
 

@@ -177,6 +177,10 @@ class Pool:
         """This process of a worker has touched so much shared memory at start."""
         self._warmth.touched(incarnation, nbytes)
 
+    async def room(self) -> int:
+        """Bytes that may be stored without giving anything up."""
+        return self._ledger.free
+
     async def spilled(self) -> int | None:
         """Bytes that Ray has moved from this node's store to disk, as far as seen; None if that is not known."""
         if time.monotonic() >= self._looked + LOOK_S:

@@ -211,9 +211,14 @@ class Controller:
         return self._groups.coming
 
     @property
-    def held_groups(self) -> int:
-        """Groups that were not taken and are not finished."""
+    def unfinished_groups(self) -> int:
+        """Groups that are not over."""
         return self._groups.unfinished
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything can go on without another command."""
+        return any(not record.over and record.phase is not Phase.SUSPENDED for record in self._groups.records())
 
     @property
     def outstanding(self) -> int:
@@ -250,8 +255,7 @@ class Controller:
 
     def stalled_s(self, now: float) -> float:
         """For how long nothing went on although something could; 0 if nothing can."""
-        could = any(not record.over and record.phase is not Phase.SUSPENDED for record in self._groups.records())
-        return now - self._moved_at if could and not self._fleet.paused else 0.0
+        return now - self._moved_at if self.busy and not self._fleet.paused else 0.0
 
     def state(self, now: float) -> dict[str, Any]:
         """What everything is doing, as plain values: for whoever asks why nothing goes on."""

@@ -110,9 +110,9 @@ class Groups:
         return group.group_id in self._begun
 
     @property
-    def begun(self) -> int:
-        """Groups of which a member was started once, and that are not over."""
-        return len(self._begun)
+    def under_way(self) -> int:
+        """Groups of which a member was started once, that are not over, and of which none is on hold."""
+        return len(self._begun - self._held)
 
     @property
     def unfinished(self) -> int:
@@ -157,7 +157,7 @@ class Groups:
         if group.over and all(_discarded(member) for member in group.members):
             self._forget(group)
         elif group.submission.partial:
-            if group.group_id not in self._complete and (group.over or not _discarded(record)):
+            if group.group_id not in self._complete and (group.over or record.phase is not Phase.DROPPED):
                 self._complete.append(group.group_id)
         elif group.over:
             self._complete.append(group.group_id)
@@ -222,7 +222,7 @@ class Groups:
             self._forget(group)
         elif ready:
             group.handed.update(member.trajectory_id for member in kept)
-        if not (kept or dropped or over):
+        if not (kept or over):
             return None
         return Delivery(
             group_id=group_id,

@@ -39,8 +39,10 @@ class Keeping:
         same_weights = self.experience.same_weights(wait_s, now)
         costs: Mapping[Keep, float] = {}
         keep, by = intent.keep, Choice.TOLD
-        if keep is Keep.AUTO and not (intent.continues and kv_tokens):
+        if not intent.continues or (keep is Keep.AUTO and not (kv_tokens or record.pooled.kv_tokens)):
             keep = Keep.NONE
+        elif keep is Keep.AUTO and kv_tokens < record.pooled.kv_tokens:
+            keep = Keep.POOL  # it stopped before it had as much again
         elif keep is Keep.AUTO:
             costs = costs_s(self._case(record, kv_tokens, worker, likely, same_weights, wait_s))
             keep, by = self._choose(costs)

@@ -31,9 +31,9 @@ class Membership:
         if event.worker in self._retired or (worker is not None and worker.incarnation == event.incarnation):
             return []
         commands = self._lose(worker, "its process was restarted", now) if worker is not None else []
-        joined = self._fleet.join(event)
-        if worker is not None and worker.draining:
-            joined.draining = True
+        if event.worker in self._retired:
+            return commands  # it was being drained
+        self._fleet.join(event)
         if self._fleet.paused:
             commands.append(Pause(worker=event.worker))
         return commands
@@ -47,6 +47,10 @@ class Membership:
             return commands
         if event.final and self._fleet.get(event.worker) is None:
             self._fleet.give_up(event.worker, event.error)
+        return commands + self._fail_if_hopeless(now)
+
+    def _fail_if_hopeless(self, now: float) -> list[Command]:
+        commands: list[Command] = []
         if self._fleet.hopeless is not None:
             for record in self._fleet.drain():
                 if record.intent is not None:  # it was to have its KV brought to a worker, and is held without
@@ -77,27 +81,26 @@ class Membership:
             else:
                 record.enter(Phase.SUSPENDING)
                 commands += self._suspensions.settle(record, now)
-        return commands + self._suspensions.lost(worker.worker_id, now)
+        commands += self._suspensions.lost(worker.worker_id, now)
+        return commands + (self._let_go(worker, now) if worker.draining else [])
 
     def member_failed(self, record: Record, error: str, now: float) -> list[Command]:
         """A trajectory, off its worker, cannot go on: it tries again or its group has to do without."""
-        group, rules = record.group, self._roster.rules
-        if rules.failed_member in ("retry", "replace") and record.failures < rules.max_retries:
-            record.failures += 1
-            record.losses = 0
-            self._roster.tally["retries"] += 1
-            if rules.failed_member == "replace":
-                record.begin_again(error)
-            record.intent = None
-            return self._roster.enqueue(record, now)
-        commands = self._roster.fail(record, error, now)
-        if rules.failed_member != "keep" and group.error is None:
-            group.error = f"{record.trajectory_id}: {error}"
-            intent = self._roster.policies.intent(AbortReason.GROUP_FAILED)
-            for other in group.members:
-                if not other.over:
-                    commands += self._stops.stop(other, intent, now)
-        return commands
+        rules = self._roster.rules
+        if rules.failed_member not in ("retry", "replace") or record.failures >= rules.max_retries:
+            return self._roster.fail(record, error, now)
+        record.failures += 1
+        record.losses = 0
+        record.promoting = False
+        self._roster.tally["retries"] += 1
+        commands: list[Command] = []
+        if rules.failed_member == "replace":
+            commands += record.pooled.replace(None)
+            record.begin_again(error)
+        if record.intent is None:
+            return commands + self._roster.enqueue(record, now)
+        record.enter(Phase.SUSPENDING)
+        return commands + self._suspensions.settle(record, now)
 
     # Pausing ------------------------------------------------------------------------------------------
 
@@ -141,10 +144,14 @@ class Membership:
             if not worker.draining or self._remnants(worker, now, commands):
                 continue
             self._fleet.drop(worker.worker_id)
-            self._fleet.grow(-1)
-            self._retired.add(worker.worker_id)
-            commands.append(Retire(worker=worker.worker_id))
+            commands += self._let_go(worker, now)
         return commands
+
+    def _let_go(self, worker: Worker, now: float) -> list[Command]:
+        """A drained worker is empty, or lost."""
+        self._fleet.grow(-1)
+        self._retired.add(worker.worker_id)
+        return [Retire(worker=worker.worker_id), *self._fail_if_hopeless(now)]
 
     def is_retired(self, worker_id: WorkerId) -> bool:
         return worker_id in self._retired

@@ -2,7 +2,7 @@
 
 Where the facts are a worker's own (slices, absolute length, loops, short memory) it looks itself, after every step: the
 `Watch` of an assignment says for what. Everything else is looked at here, after the event that may make it true.
-Decides only; changes nothing but what it remembers of deadlines.
+Decides only; changes nothing but what it remembers of deadlines and of the live version.
 """
 
 import heapq
@@ -51,6 +51,7 @@ class Policies:
         self._over_long = self._of(OverLong)
         self._stale = self._of(Stale)
         self._tail = self._of(Tail)
+        self._live: Version | None = None
 
     def intent(self, reason: AbortReason) -> Intent:
         """What becomes of a trajectory that is stopped for `reason`."""
@@ -98,7 +99,8 @@ class Policies:
         """Those whose deadline has passed, each once."""
         while self._deadlines and self._deadlines[0][0] <= now:
             record = heapq.heappop(self._deadlines)[2]
-            if not record.over:
+            policy = self._of(Deadline)
+            if not record.over and (policy is None or self._may_stop(record, policy)):
                 yield record
 
     def too_long(self, record: Record) -> bool:
@@ -126,14 +128,19 @@ class Policies:
 
     def stale(self, records: Iterable[Record], live: Version) -> list[Record]:
         """Those whose tokens are too old now that `live` is the version."""
-        policy = self._stale
-        if policy is None:
-            return []
-        return [
-            record
-            for record in records
-            if not record.over and self._may_stop(record, policy) and _is_stale(record.columns.versions, live, policy)
-        ]
+        self._live = live
+        return [record for record in records if not record.over and self._too_old(record)]
+
+    def late(self, record: Record, news: Sequence[Version | None]) -> bool:
+        """Whether it is too old by tokens that were told only now, but not sampled with what is live."""
+        late = self._stale is not None and any(version != self._live for version in news)
+        return late and self._too_old(record)
+
+    def _too_old(self, record: Record) -> bool:
+        policy, live = self._stale, self._live
+        if policy is None or live is None or not self._may_stop(record, policy):
+            return False
+        return _is_stale(record.columns.versions, live, policy)
 
     def _may_stop(self, record: Record, policy: Policy) -> bool:
         """A trajectory that was resumed often enough is left alone by what would only make it wait again."""

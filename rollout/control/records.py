@@ -152,7 +152,8 @@ class Group:
         if self.submission.max_group_tokens is None:
             return None
         spent = sum(member.sampled_tokens + member.attempted_tokens for member in self.members)
-        allowed = sum(member.allowed_tokens - member.sampled_tokens for member in self.members if member.on_worker)
+        running = (member for member in self.members if member.on_worker and not member.promoting)
+        allowed = sum(member.allowed_tokens - member.sampled_tokens for member in running)
         return self.submission.max_group_tokens - spent - allowed
 
     @property

@@ -30,7 +30,7 @@ from rollout.control.records import Record
 from rollout.control.roster import Roster
 from rollout.control.stops import Stops
 from rollout.control.suspension import Suspensions
-from rollout.types import AbortReason, NodeId
+from rollout.types import AbortReason, NodeId, Version
 
 
 class Reports:
@@ -42,6 +42,7 @@ class Reports:
         self._stops = stops
         self._members = members
         self._spilled: set[NodeId] = set()
+        self._live: Version | None = None
 
     def handle(self, event: Event, now: float) -> tuple[bool, list[Command]]:
         """What to do about it, and whether anything went on by it."""
@@ -74,6 +75,8 @@ class Reports:
         tally = self._roster.tally
         commands: list[Command] = []
         taken = 0
+        if worker is not None and known:
+            worker.facts = report.facts or worker.facts
         for event in report.events:
             if isinstance(event, Freed):
                 tally["releases"] += 1
@@ -97,15 +100,18 @@ class Reports:
                     taken += record.tokens - event.cached_tokens
         if worker is not None and known:
             worker.took(taken, now)
-            worker.facts = report.facts or worker.facts
         return commands
 
     def _progress(self, record: Record, event: WorkerEvent, now: float) -> list[Command]:
         match event:
             case Sampled():
                 self._roster.tally["tokens"] += record.sampled(event)
+                commands: list[Command] = []
                 if self._roster.policies.too_long(record):
-                    return self._stops.fire(record, AbortReason.OVER_LONG, now)
+                    commands += self._stops.fire(record, AbortReason.OVER_LONG, now)
+                if self._roster.policies.late(record, event.columns.versions):
+                    commands += self._stops.fire(record, AbortReason.STALE, now)
+                return commands
             case Admitted():
                 return self._admitted(record, event)
             case Preempted():
@@ -149,6 +155,9 @@ class Reports:
         return []
 
     def _weights(self, event: WeightsLive, now: float) -> list[Command]:
+        if event.version == self._live:
+            return []
+        self._live = event.version
         self._roster.keeping.experience.weights_changed(now)
         commands: list[Command] = []
         for record in self._roster.policies.stale(self._roster.groups.records(), event.version):

@@ -14,7 +14,7 @@ from rollout.control.messages import Command, Release, Start, Watch
 from rollout.control.policies import Policies
 from rollout.control.records import Intent, Record
 from rollout.control.routing import Router, most_room, recompute_s, to_go
-from rollout.types import AbortReason, FinishReason, Phase, Then
+from rollout.types import AbortReason, FinishReason, Phase, Priority, Then
 
 TROUBLES = 20
 """How many are remembered."""
@@ -76,8 +76,8 @@ class Roster:
         if record.phase is not Phase.QUEUED:
             return False
         group = record.group
-        begins = self.window is not None and not self.groups.has_begun(group)
-        if begins and self.window is not None and self.groups.begun >= self.window:
+        begins = record.priority is Priority.TRAIN and not self.groups.has_begun(group)
+        if begins and self.window is not None and self.groups.under_way >= self.window:
             return False
         if record.intent is not None and record.intent.then is not Then.REQUEUE:
             return True  # for its KV only
@@ -140,7 +140,7 @@ class Roster:
         """It is out of the batch, for this."""
         record.abort_reason = intent.reason
         record.stopped_at = now
-        record.stopped_for = intent
+        record.stopped_for = intent if intent.continues else None
 
     def leave_home(self, record: Record) -> list[Command]:
         """What the trajectory has on a worker is not needed any more."""

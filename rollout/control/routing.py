@@ -64,12 +64,13 @@ def start_s(record: Record, worker: Worker) -> float:
 
 def recompute_s(record: Record, workers: Sequence[Worker]) -> float:
     """Seconds to compute what only its home has of its KV on another worker; infinite before any worker measured."""
-    facts = next((worker.facts for worker in workers if worker.facts is not None and worker.facts.prefill_s), None)
-    if facts is None or record.home is None:
+    known = (worker.facts.prefill_s for worker in workers if worker.facts is not None)
+    token_s = next((each for each in known if any(seconds is not None for seconds in each)), None)
+    if token_s is None or record.home is None:
         return math.inf
     image = record.pooled.image
     have = image.kv_tokens if image is not None else 0
-    return prefill_s(facts.prefill_s, have, record.home.kv_tokens)
+    return prefill_s(token_s, have, record.home.kv_tokens)
 
 
 def to_go(record: Record) -> float:

@@ -54,13 +54,11 @@ class Stops:
         return [Stop(worker=record.workers[-1], trajectory_id=record.trajectory_id, epoch=record.epoch)]
 
     def fire(self, record: Record, reason: AbortReason, now: float) -> list[Command]:
-        """A policy stops a trajectory, unless something else has."""
-        if record.over or record.intent is not None:
+        """A policy stops a trajectory, unless what it does, or is about to, goes as far already."""
+        intent = self._roster.policies.intent(reason)
+        if record.over or _reach(intent.then) <= _reached(record):
             return []
         record.fired.add(reason)
-        intent = self._roster.policies.intent(reason)
-        if not record.on_worker and intent.then is Then.REQUEUE:
-            return []  # nothing would change
         return self.stop(record, intent, now)
 
     def after_ends(self, now: float) -> list[Command]:
@@ -68,7 +66,10 @@ class Stops:
         commands: list[Command] = []
         while self._roster.ended:
             ended = self._roster.ended.pop()
-            if self._collection is not None and ended.group.over:
+            if ended.phase is Phase.FAILED:
+                commands += self._group_failed(ended, now)
+            discarded = self._roster.groups.get(ended.trajectory_id) is None
+            if self._collection is not None and ended.group.over and not discarded:
                 self._collection.over.add(ended.group_id)
                 self._roster.window = self._collection.window
             for record, reason in self._roster.policies.after_end(ended):
@@ -76,6 +77,19 @@ class Stops:
         collection = self._collection
         if collection is not None and collection.fires and self._roster.groups.complete >= collection.wanted:
             commands += self.end_collection(now)
+        return commands
+
+    def _group_failed(self, failed: Record, now: float) -> list[Command]:
+        """Unless a group does without members that fail, the others are stopped and it carries the error."""
+        group = failed.group
+        if self._roster.rules.failed_member == "keep" or group.error is not None:
+            return []
+        group.error = f"{failed.trajectory_id}: {failed.error}"
+        intent = self._roster.policies.intent(AbortReason.GROUP_FAILED)
+        commands: list[Command] = []
+        for other in group.members:
+            if not other.over:
+                commands += self.stop(other, intent, now)
         return commands
 
     def make_way(self, now: float) -> list[Command]:
@@ -112,6 +126,8 @@ class Stops:
         self._roster.window = self._collection.window
         commands: list[Command] = []
         for record in self._roster.groups.records():
+            if record.ended_turn:
+                continue
             if record.phase is Phase.SUSPENDED and record.abort_reason is AbortReason.QUOTA:
                 commands += self._roster.enqueue(record, now)
             elif record.intent is not None and record.intent.reason is AbortReason.QUOTA:
@@ -138,3 +154,14 @@ class Stops:
             if not record.over and not idle and (record.intent is None or record.intent.then is Then.REQUEUE):
                 commands += self.stop(record, intent, now)
         return commands
+
+
+def _reach(then: Then) -> int:
+    """How much an abort changes: it waits, it waits for a command, it does not go on with what it has."""
+    return {Then.REQUEUE: 1, Then.HOLD: 2}.get(then, 3)
+
+
+def _reached(record: Record) -> int:
+    if record.intent is not None:
+        return _reach(record.intent.then)
+    return {Phase.QUEUED: 1, Phase.SUSPENDED: 2}.get(record.phase, 0)

@@ -43,11 +43,11 @@ class Suspensions:
         """A trajectory left the batch, with its KV pinned on its worker."""
         worker = self._roster.fleet.leave(record)
         record.kv_tokens = max(record.kv_tokens, event.kv_tokens)
-        if record.intent is None:
+        record.ended_turn = event.reason is AbortReason.TURN
+        if record.intent is None or (record.ended_turn and record.intent.then is Then.REQUEUE):
             reason = event.reason or AbortReason.SLICE_BUDGET
             record.intent = self._roster.policies.intent(reason)
             record.fired.add(reason)
-        record.ended_turn = event.reason is AbortReason.TURN
         if not record.promoting:
             record.suspensions += 1
             self._roster.tally["suspensions"] += 1
@@ -152,12 +152,12 @@ class Suspensions:
         assert transfer is not None
         if event.kv_tokens:
             record.home = Home(worker=worker, epoch=event.epoch, where=event.where, kv_tokens=event.kv_tokens)
-            if event.where is Keep.HOST:
-                self._roster.tally["written_bytes"] += event.kv_tokens * self._token_bytes(worker)
         if event.error is not None:
             self._roster.tally["keep_failures"] += 1
             self._roster.troubles.append(f"{record.trajectory_id}: kept on the {event.where}: {event.error}")
         there = event.kv_tokens and event.error is None and transfer.back is None
+        if there and event.where is Keep.HOST:
+            self._roster.tally["written_bytes"] += event.kv_tokens * self._token_bytes(worker)
         commands = record.pooled.replace(None) if there else []
         return [*commands, *self.settle(record, now)]
 

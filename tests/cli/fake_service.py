@@ -1,5 +1,6 @@
 """A service without Ray or a model: each trajectory's tokens follow from its seed, and faults are asked for."""
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -7,7 +8,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from rollout.config import Config
-from rollout.errors import PromptTooLongError
+from rollout.errors import PromptTooLongError, StalledError
 from rollout.metrics import RolloutCounters, ServiceStats
 from rollout.text import Tokenizer, read_tokenizer_files
 from rollout.types import (
@@ -56,6 +57,7 @@ class FakeService:
         self._live: dict[GroupId, list[Trajectory]] = {}
         self._complete: list[Delivery] = []
         self._suspensions = 0
+        self._went_on = time.monotonic()
 
     @property
     def aio(self) -> Self:
@@ -81,6 +83,10 @@ class FakeService:
     async def next_groups(self, k: int, timeout_s: float) -> list[Delivery]:
         self._on_poll()
         taken, self._complete = self._complete[:k], self._complete[k:]
+        if taken or not self._live:
+            self._went_on = time.monotonic()
+        elif time.monotonic() - self._went_on >= self.config.driver.stall_timeout_s:
+            raise StalledError("nothing went on for long enough", state='{"phases": {}}')
         return taken
 
     async def abort(self, ids: object, *, keep: Keep, then: Then, timeout_s: float) -> AbortReport:
@@ -103,7 +109,7 @@ class FakeService:
         self, group: GroupId, index: int, prompt_ids: tuple[int, ...], metadata: dict[str, Any]
     ) -> Trajectory:
         seed = trajectory_seed(request_seed=None, run_seed=self.config.run.seed, key=group, sample_index=index)
-        suspended = self.config.abort.slice_tokens is not None
+        suspended = bool(self.config.abort.policies)
         self._suspensions += suspended
         return self._change(
             Trajectory(

@@ -88,7 +88,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
         },
         "cluster": {"name": "run", "workers": 2, "start_timeout_s": 600},
         "pool": {"budget_bytes": "64MiB", "warm_bytes": "8MiB"},
-        "abort": {"slice_tokens": SLICE_TOKENS},
+        "abort": {"keep": "pool", "policies": [{"kind": "slice_budget", "tokens": SLICE_TOKENS}]},
         "resume": {"prefer": "other"},
         "sampling": {"temperature": 1.0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True},
         "run": {
@@ -110,7 +110,7 @@ def sliced(directory: Path, ray_cluster: None) -> Run:
 @pytest.fixture(scope="module")
 def whole(directory: Path, ray_cluster: None) -> Run:
     """The same, never suspended."""
-    return run(directory, "whole", "--set", "abort.slice_tokens=null")
+    return run(directory, "whole", "--set", "abort.policies=[]")
 
 
 def run(directory: Path, name: str, *arguments: str) -> Run:
@@ -158,7 +158,9 @@ def test_every_resumed_trajectory_equals_its_uninterrupted_replay(sliced: Run) -
 def test_the_report_says_what_ran_and_how_much_moved(sliced: Run, directory: Path) -> None:
     report = sliced.report
     assert report["command"].startswith(f"rollout run {directory / 'run.yaml'} --out ")
-    assert report["config"]["abort"] == {"slice_tokens": SLICE_TOKENS, "keep": "pool"}
+    policy = {"kind": "slice_budget", "tokens": SLICE_TOKENS, "keep": "auto", "then": "requeue"}
+    assert report["config"]["abort"] == {"keep": "pool", "policies": [policy]}
+    assert report["decisions"] == {"slice_budget": {"pool": report["suspensions"]}}
     assert report["config"]["run"]["out"] == str(sliced.out)
     assert report["tokens_per_s"] == pytest.approx(report["generated_tokens"] / report["wall_s"])
     assert report["exported_bytes"] > report["suspensions"] * SLICE_TOKENS * 8192

@@ -98,9 +98,13 @@ def test_each_original_is_compared_with_its_own_replay() -> None:
 
 def test_a_replay_has_the_same_configuration_but_for_slices() -> None:
     config: Config = load_config(
-        {"model": {"path": Path("m")}, "abort": {"slice_tokens": 4, "keep": "none"}, "run": {"seed": 3}}
+        {
+            "model": {"path": Path("m")},
+            "abort": {"policies": [{"kind": "slice_budget", "tokens": 4}], "keep": "none"},
+            "run": {"seed": 3},
+        }
     )
     replay = uninterrupted(config)
-    assert replay.abort.slice_tokens is None
+    assert replay.abort.policies == ()
     assert replay.abort.keep == "none"
     assert replay.run.seed == 3

@@ -75,6 +75,7 @@ def settings(model: Path, name: str, **sections: Mapping[str, Any]) -> dict[str,
             "unresponsive_s": 60,
         },
         "pool": {"budget_bytes": "64MiB", "warm_bytes": "8MiB", "restore_timeout_s": 60, "export_timeout_s": 60},
+        "abort": {"keep": "pool"},
         "resume": {"prefer": "other"},
     }
     return {name: base.get(name, {}) | dict(sections.get(name, {})) for name in base | sections}

@@ -9,8 +9,10 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
 from rollout.cluster import controller as module
+from rollout.cluster import supervision
 from rollout.cluster.controller import ControllerActor
 from rollout.cluster.description import Batch, ServiceDescription, WorkerDescription
+from rollout.cluster.workforce import Post
 from rollout.config import load_config
 from rollout.control.messages import Admitted, Displaced, Exported, ExportFailed, Parked, Sampled
 from rollout.control.records import Submission
@@ -107,7 +109,8 @@ class FakePool:
     def __init__(self) -> None:
         self.answers: list[asyncio.Future[Exported | ExportFailed]] = []
         self.export = Method(self._export)
-        self.retain, self.drop, self.expect, self.warmed, self.spilled = (Method(nothing) for _ in range(5))
+        self.retain, self.drop, self.expect, self.warmed = (Method(nothing) for _ in range(4))
+        self.room, self.spilled = Method(nothing), Method(nothing)
 
     async def _export(self, *_: Any) -> Exported | ExportFailed:
         self.answers.append(answer := asyncio.get_running_loop().create_future())
@@ -123,6 +126,7 @@ class Scene:
                 "model": {"path": model},
                 "cluster": {"health_interval_s": 0.02, "unresponsive_s": 60.0} | cluster,
                 "pool": {"export_timeout_s": 0.05},
+                "abort": {"keep": "pool"},
             }
         )
         self.worker, self.pool = FakeWorker(), FakePool()
@@ -133,8 +137,8 @@ class Scene:
             generation_defaults={},
             tokenizer=read_tokenizer_files(model),
         )
-        workers = {WORKER: self.worker}
-        self.actor = ControllerActor(description, workers, [self.worker.described], {NODE: self.pool})
+        posts = {WORKER: Post(actor=self.worker, placement=None)}
+        self.actor = ControllerActor(description, posts, [self.worker.described], {NODE: self.pool}, "weights")
         self.epoch = 0
 
     async def begin(self) -> None:
@@ -143,7 +147,7 @@ class Scene:
         submission = Submission(
             group_id=GroupId("ann"),
             prompt_ids=tuple(range(4, 24)),
-            sampling=SamplingParams(max_new_tokens=50),
+            sampling=(SamplingParams(max_new_tokens=50),),
             seeds=(1,),
         )
         await self.actor.submit([submission])
@@ -192,7 +196,7 @@ def run(scene: Callable[[], Coroutine[Any, Any, None]]) -> None:
 def kills(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether each kill forbids a restart."""
     found: list[bool] = []
-    monkeypatch.setattr(module.ray, "kill", lambda actor, no_restart=True: found.append(no_restart))
+    monkeypatch.setattr(supervision.ray, "kill", lambda actor, no_restart=True: found.append(no_restart))
     return found
 
 
@@ -333,7 +337,7 @@ def test_a_pool_hears_when_its_worker_has_touched_shared_memory(kv_model: Path, 
 
 
 def test_a_node_that_spills_is_told_once(kv_model: Path, kills: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SPILL_LOOK_S", 0.001)
+    monkeypatch.setattr(module, "LOOK_S", 0.001)
 
     async def spilled(*_: Any) -> int | None:
         return {1: None, 2: 0}.get(len(here_pool[0].spilled.calls), 1000)

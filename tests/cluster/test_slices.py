@@ -47,7 +47,10 @@ GROUPS = {"ann": "ann", "bob": "bob", "cid": "ann", "dee": "bob"}
 @pytest.fixture(scope="module")
 def sliced(ray_cluster: None, kv_model: Path) -> Iterator[Rollout]:
     config = settings(
-        kv_model, "sliced", cluster={"max_restarts": 1, "unresponsive_s": 15}, abort={"slice_tokens": SLICE}
+        kv_model,
+        "sliced",
+        cluster={"max_restarts": 1, "unresponsive_s": 15},
+        abort={"policies": [{"kind": "slice_budget", "tokens": SLICE}]},
     )
     with rollout.start(config) as service:
         yield service

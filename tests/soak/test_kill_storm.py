@@ -208,7 +208,7 @@ def test_a_storm_of_faults_changes_no_token(
         "stormy",
         cluster={"max_restarts": 100_000},
         pool={"budget_bytes": "12MiB", "restore_timeout_s": 5, "export_timeout_s": 10},
-        abort={"slice_tokens": 25},
+        abort={"policies": [{"kind": "slice_budget", "tokens": 25}]},
     )
     with rollout.start(stormy) as service:
         storm, waves = Storm(service, soak_seed), 0
