@@ -35,6 +35,8 @@ class EngineStats:
     """One engine."""
 
     steps: int
+    busy_s: float
+    """In steps that ran, admitted or preempted something."""
     waiting: int
     """Sequences without pages, now."""
     running: int

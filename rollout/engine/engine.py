@@ -80,6 +80,7 @@ class Engine:
         """The last step could run nothing: only a command or a completed copy changes that."""
         self._paused = False
         self._steps = 0
+        self._busy_s = 0.0
         self._prefilled = 0
         self._decoded = 0
         self._sampled = 0
@@ -213,6 +214,7 @@ class Engine:
         device, host = self._cache.stats(Tier.DEVICE), self._cache.stats(Tier.HOST)
         return EngineStats(
             steps=self._steps,
+            busy_s=self._busy_s,
             waiting=self._scheduler.waiting,
             running=self._scheduler.running,
             parked=len(self._images),
@@ -247,6 +249,7 @@ class Engine:
         )
 
     def _run(self) -> None:
+        began = self._clock()
         if (youngest := self._scheduler.giving_way()) is not None:
             self._park(youngest, AbortReason.MEMORY)
         plan = self._scheduler.plan()
@@ -256,6 +259,8 @@ class Engine:
         self._measure(plan)
         self._commit(plan, draws)
         self._steps += 1
+        if not self.blocked:
+            self._busy_s += self._clock() - began
 
     def _measure(self, plan: Plan) -> None:
         if plan.prefill and self._runner.prefill_s is not None:

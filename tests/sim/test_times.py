@@ -18,6 +18,7 @@ def test_one_trajectory_takes_its_prefill_its_steps_and_two_calls() -> None:
     # The command, ten tokens of prompt with the first token out of them, four more steps, the report.
     assert outcome.seconds == pytest.approx(LATENCY + 10 * 0.001 + 4 * STEP + LATENCY)
     assert outcome.busy_s[0] == pytest.approx(10 * 0.001 + 4 * STEP)
+    assert [worker.stats.busy_s for worker in simulation.workers.values()] == pytest.approx(outcome.busy_s)
     assert outcome.idle_share == pytest.approx(2 * LATENCY / outcome.seconds)
 
 
