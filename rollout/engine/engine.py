@@ -21,14 +21,15 @@ from rollout.control.messages import (
     WorkerFacts,
 )
 from rollout.engine.images import Images
+from rollout.engine.intake import Intake
 from rollout.engine.interface import Draw, ImageRestorer, ModelRunner, PageCopier
 from rollout.engine.rates import Rates
 from rollout.engine.scheduler import Admission, Plan, Scheduler
 from rollout.engine.sequence import Sequence, Status
-from rollout.errors import DeadlineError, InvalidPromptError, KVError, PromptTooLongError, SegmentError
+from rollout.errors import DeadlineError, KVError, SegmentError
 from rollout.kv.cache import KVCache
 from rollout.kv.fence import Fence
-from rollout.kv.keys import PageKey, PageNames
+from rollout.kv.keys import PageKey
 from rollout.kv.tiers import PageRef, Tier
 from rollout.metrics import EngineStats
 from rollout.types import AbortReason, Columns, FinishReason, Keep, NodeId, SegmentId, SequenceKey, Version
@@ -64,12 +65,15 @@ class Engine:
         self._copier = copier
         self._restorer = restorer
         self._rates = rates
-        self._root = root
-        self._vocab_size = vocab_size
-        self._eos_ids = eos_ids
-        self._max_context = max_context
-        self._replays = replays
-        self._weights_id = weights_id
+        self._intake = Intake(
+            root=root,
+            page_tokens=cache.page_tokens,
+            vocab_size=vocab_size,
+            eos_ids=eos_ids,
+            max_context=max_context,
+            replays=replays,
+            weights_id=weights_id,
+        )
         self._version = version
         self._clock = clock
         self._sequences: dict[SequenceKey, Sequence] = {}
@@ -94,33 +98,7 @@ class Engine:
 
         Raises `PromptTooLongError` or `InvalidPromptError`; nothing is queued then.
         """
-        prompt = assignment.prompt_ids
-        max_context = min(self._max_context, assignment.max_context)
-        if len(prompt) + len(assignment.output) >= max_context:
-            raise PromptTooLongError(
-                f"{assignment.trajectory_id}: {len(prompt) + len(assignment.output)} tokens, "
-                f"allowed: fewer than the context of {max_context}"
-            )
-        if not prompt or not all(0 <= token < self._vocab_size for token in prompt):
-            raise InvalidPromptError(f"{assignment.trajectory_id}: token ids must be in 0 … {self._vocab_size - 1}")
-        output = assignment.output
-        if output.sampled < len(output) and not 0 <= min(output.ids) <= max(output.ids) < self._vocab_size:
-            raise InvalidPromptError(
-                f"{assignment.trajectory_id}: appended token ids must be in 0 … {self._vocab_size - 1}"
-            )
-        sequence = Sequence(
-            assignment,
-            eos_ids=self._eos_ids,
-            max_context=max_context,
-            replays=self._replays,
-            names=PageNames(
-                self._root,
-                page_tokens=self._cache.page_tokens,
-                weights_id=self._weights_id,
-                prefilled=len(prompt) if self._replays else None,
-            ),
-            weights_id=self._weights_id,
-        )
+        sequence = self._intake.take(assignment)
         assert sequence.key not in self._sequences, f"{sequence.key} submitted twice"
         self._sequences[sequence.key] = sequence
         self._scheduler.add(sequence)

@@ -2,7 +2,8 @@
 
 First come, first served; a preempted sequence goes back to the front. A sequence gets pages for all it
 knows when it is admitted and one more page at a time while it decodes; when pages run out the youngest
-running one gives its pages up. A prompt whose next page a running sequence is about to compute waits for it.
+running one gives its pages up, or is parked before, where pages are to be spare. A prompt whose next page a
+running sequence is about to compute waits for it.
 """
 
 from collections import OrderedDict
@@ -125,7 +126,7 @@ class Scheduler:
         spare = self._limits.spare_pages
         if not spare or len(self._running) < 2 or cache.available >= spare:
             return None
-        if cache.leaving or self._images.busy or self._images.pinned:
+        if cache.leaving or self._images.pinned:
             return None
         running = (s for s in reversed(self._running) if s.status is Status.RUNNING and not s.only_loads)
         return next(running, None)

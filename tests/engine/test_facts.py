@@ -96,7 +96,7 @@ def test_restores_and_loads_take_from_admission_until_it_can_run(source: str) ->
     scripted = Scripted(host_pages=500, max_running=1)
     for index, pages in enumerate((4, 9, 20)):
         name, prompt = f"{index}", (index, *range(pages * PAGE_TOKENS - 1))
-        image = None
+        made = None
         if source == "host":
             key = scripted.submit(name, prompt)
             scripted.step()
@@ -106,11 +106,10 @@ def test_restores_and_loads_take_from_admission_until_it_can_run(source: str) ->
             scripted.engine.keep(key, Keep.HOST)
             scripted.run()
         else:
-            run = SegmentRun(node=NodeId("n"), segment=SegmentId("s"), first=0, pages=pages)
-            image = Image(runs=(run,), kv_tokens=len(prompt))
+            made = image(len(prompt))
         scripted.copier.held = scripted.restorer.held = True
         output = Columns([0], [0.0], [Version(0)])
-        scripted.submit(name, prompt, output=output, image=image, epoch=2, max_new_tokens=3)
+        scripted.submit(name, prompt, output=output, image=made, epoch=2, max_new_tokens=3)
         scripted.now += 7.0
         scripted.step()
         scripted.now += pace.seconds(len(prompt) * TOKEN_BYTES)
@@ -125,6 +124,45 @@ def test_restores_and_loads_take_from_admission_until_it_can_run(source: str) ->
     assert measured is not None
     assert (measured.fixed_s, measured.unit_s) == pytest.approx((pace.fixed_s, pace.unit_s))
     assert (facts.restore if source == "host" else facts.load) is None
+
+
+def image(tokens: int) -> Image:
+    run = SegmentRun(node=NodeId("n"), segment=SegmentId("s"), first=0, pages=-(-tokens // PAGE_TOKENS))
+    return Image(runs=(run,), kv_tokens=tokens)
+
+
+def restored(scripted: Scripted, prompt: range, seconds: float) -> Admitted:
+    """A sequence whose image has the whole prompt, and for which it takes so long to be there."""
+    scripted.copier.held = scripted.restorer.held = True
+    output = Columns([0], [0.0], [Version(0)])
+    scripted.submit("b", prompt, output=output, image=image(len(prompt)), max_new_tokens=3)
+    scripted.step()
+    scripted.now += seconds
+    scripted.copier.held = scripted.restorer.held = False
+    scripted.run()
+    (admitted,) = scripted.of(Admitted, "b")
+    assert isinstance(admitted, Admitted)
+    return admitted
+
+
+def test_of_an_image_only_what_is_read_counts() -> None:
+    scripted = Scripted()
+    scripted.submit("a", range(8 * PAGE_TOKENS), max_new_tokens=1)
+    scripted.run()
+    admitted = restored(scripted, range(12 * PAGE_TOKENS), 16 * TOKEN_BYTES * 0.5)
+    assert (admitted.cached_tokens, admitted.restored_tokens) == (32, 16)
+    assert scripted.engine.facts().restore == Pace(fixed_s=0.0, unit_s=0.5)
+
+
+def test_what_is_both_loaded_and_read_tells_nothing_of_either() -> None:
+    scripted = Scripted(host_pages=500, write=WriteThrough(kind="write_through"))
+    scripted.submit("a", range(8 * PAGE_TOKENS), max_new_tokens=1)
+    scripted.run()
+    assert scripted.cache.make_room(scripted.cache.total)
+    admitted = restored(scripted, range(12 * PAGE_TOKENS), 1.0)
+    assert (admitted.loaded_tokens, admitted.restored_tokens) == (32, 16)
+    facts = scripted.engine.facts()
+    assert (facts.restore, facts.load) == (None, None)
 
 
 def test_copies_to_the_device_are_no_saves() -> None:
