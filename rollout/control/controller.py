@@ -296,7 +296,9 @@ class Controller:
         commands += self._roster.dispatch(now)
         commands += self._stops.make_way(now)
         commands += self._members.retire(now)
-        while self._roster.ended:
+        while (stranded := self._fleet.take_stranded()) or self._roster.ended:
+            for record in stranded:
+                commands += self._suspensions.leave(record, now)
             commands += self._stops.after_ends(now)
             commands += self._roster.dispatch(now)
         return commands

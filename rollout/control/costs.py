@@ -3,7 +3,8 @@
 Keeping costs what moving the KV takes now, and what bringing it back takes if the trajectory resumes; not keeping it,
 the prefill of everything that no prefix tree will have. What may be lost in the meantime (pages of the device that are
 needed for something else, images that displace others) costs its recomputation, as likely as that is. A place that has
-no room costs infinity. What was never measured costs nothing: so it is tried, and measured.
+no room costs infinity, and so does every place if the KV is certain to be of no use. What was never measured costs
+nothing: so it is tried, and measured.
 """
 
 import math
@@ -48,6 +49,8 @@ def costs_s(case: Case) -> dict[Keep, float]:
     useful = case.likely * case.same_weights
     recompute = prefill_s(case.worker.prefill_s, case.shared_tokens, case.kv_tokens)
     in_vain = case.likely * (1.0 - case.same_weights) * recompute
+    if not useful:
+        return {Keep.DEVICE: math.inf, Keep.HOST: math.inf, Keep.POOL: math.inf, Keep.NONE: in_vain}
     nbytes = case.kv_tokens * case.worker.token_bytes
     survives = _survival(case)
     device = useful * (survives * case.home_wait_s + (1.0 - survives) * recompute)
@@ -57,7 +60,7 @@ def costs_s(case: Case) -> dict[Keep, float]:
     pool = _seconds(case.export, new_bytes) if new_bytes else 0.0
     pool += useful * (_seconds(case.worker.restore, nbytes) + displaced * recompute)
     return {
-        Keep.DEVICE: device + in_vain,
+        Keep.DEVICE: device + in_vain if survives or not recompute else math.inf,
         Keep.HOST: host + in_vain if case.kv_tokens <= case.worker.host_free_tokens else math.inf,
         Keep.POOL: pool + in_vain if nbytes <= case.pool_budget_bytes else math.inf,
         Keep.NONE: useful * recompute + in_vain,

@@ -1,8 +1,8 @@
 """The workers, the queue before them, and who runs where.
 
 Who starts first: evaluation before training, then the oldest, or the one with most to go. Where, see `routing`.
-A trajectory whose KV is kept on a worker waits for room there, but no longer than computing it again elsewhere would
-take: so it loses at most twice what it must.
+A trajectory whose KV is kept on a worker waits for room there, but no longer than having it elsewhere would take: so it
+loses at most twice what it must. Then it is stranded: its KV is to be moved, or given up.
 """
 
 import bisect
@@ -90,6 +90,7 @@ class Fleet:
         self._lost: dict[WorkerId, str] = {}
         self._queue: list[Record] = []
         """Evaluation first, each in submission order."""
+        self._stranded: list[Record] = []
         self.paused = False
         """Nothing starts."""
 
@@ -138,13 +139,13 @@ class Fleet:
     # The queue ----------------------------------------------------------------------------------------
 
     def enqueue(self, record: Record) -> None:
+        record.refused_at = None
         bisect.insort(self._queue, record, key=_order)
 
     def dequeue(self, record: Record) -> None:
         at = bisect.bisect_left(self._queue, _order(record), key=_order)
         assert self._queue[at] is record, f"{record.trajectory_id} is not queued"
         del self._queue[at]
-        record.refused_at = None
 
     @property
     def queued(self) -> Sequence[Record]:
@@ -178,16 +179,22 @@ class Fleet:
         for record in queue:
             if not may_start(record):
                 continue
-            home = self._home(record)
-            if home is None:
-                return self._assign(record, free)
-            if home in free:
-                return self._assign(record, [home])
-            if record.refused_at is None:
-                record.refused_at = now
-            if home.draining or now - record.refused_at >= self._patience(record):
-                return self._assign(record, free)
+            home, best = self._home(record), self._choose(record, free)
+            if home is None or best is home:
+                return self._assign(record, [best])
+            if home not in free and not home.draining:
+                if record.refused_at is None:
+                    record.refused_at = now
+                if now - record.refused_at < self._patience(record):
+                    continue
+            self.dequeue(record)
+            self._stranded.append(record)
         return None
+
+    def take_stranded(self) -> list[Record]:
+        """Those, out of the queue, that are to start elsewhere than where their KV is."""
+        stranded, self._stranded = self._stranded, []
+        return stranded
 
     def _in_turn(self) -> Iterable[Record]:
         if self._to_go is None:

@@ -179,9 +179,9 @@ class Membership:
         home = record.home
         if home is None or record.transfer is not None:
             return []
-        if record.drained_from == home.worker:  # the pool refused it
+        if record.moved_from == home.worker:  # the pool refused it
             return self._roster.leave_home(record)
-        record.drained_from = home.worker
+        record.moved_from = home.worker
         waits = record.phase is Phase.QUEUED
         then = Then.REQUEUE if waits else Then.HOLD
         intent = Intent(keep=Keep.POOL, then=then, reason=record.abort_reason or AbortReason.DRAIN)

@@ -207,8 +207,8 @@ class Record:
     stopped_at: float = 0.0
     stopped_for: Intent | None = None
     """Of the last stop, until it goes on: what its return is measured by."""
-    drained_from: WorkerId | None = None
-    """A worker that was drained, from which its KV was sent to the pool."""
+    moved_from: WorkerId | None = None
+    """A worker from which its KV was sent to the pool since it ran last: if it is still there, the pool refused it."""
     refused_at: float | None = None
     """Since when it could run on another worker than the one that has its KV."""
     workers: list[WorkerId] = field(default_factory=list)

@@ -133,8 +133,8 @@ class Reports:
         counts = record.admitted(event)
         self._roster.tally.update(counts)
         worker = self._roster.fleet.get(record.workers[-1])
-        if worker is not None and worker.facts is not None:
-            read = counts.get("restored_tokens", 0) + counts.get("loaded_tokens", 0)
+        if worker is not None and worker.facts is not None and "restored_tokens" in counts:
+            read = counts["restored_tokens"] + counts["loaded_tokens"]
             self._roster.tally["read_bytes"] += read * worker.facts.token_bytes
         return record.pooled.expect(record.turn)
 

@@ -13,7 +13,7 @@ from rollout.control.keeping import Keeping
 from rollout.control.messages import Command, Release, Start, Watch
 from rollout.control.policies import Policies
 from rollout.control.records import Intent, Record
-from rollout.control.routing import Router, most_room, recompute_s, to_go
+from rollout.control.routing import Router, away_s, most_room, to_go
 from rollout.types import AbortReason, FinishReason, Phase, Priority, Then
 
 TROUBLES = 20
@@ -27,17 +27,17 @@ class Roster:
         self, *, workers: int, max_context: int, abort: AbortConfig, resume: ResumeConfig, groups: GroupsConfig
     ) -> None:
         sliced = next((policy.tokens for policy in abort.policies if isinstance(policy, SliceBudget)), None)
+        self.keeping = Keeping()
         self.fleet = Fleet(
             size=workers,
             prefer_other=resume.prefer == "other",
-            choose=Router(sliced).choose if resume.prefer == "cheapest" else most_room,
-            patience=lambda record: recompute_s(record, self.fleet.workers),
+            choose=Router(sliced, self.keeping.experience).choose if resume.prefer == "cheapest" else most_room,
+            patience=lambda record: away_s(record, self.fleet.workers, self.keeping.experience),
             to_go=to_go if resume.order == "longest" else None,
         )
         self.groups = Groups()
         self.rules = groups
         self.policies = Policies(abort, max_resumes=resume.max_resumes)
-        self.keeping = Keeping()
         self.tally: Counter[str] = Counter()
         self.troubles: deque[str] = deque(maxlen=TROUBLES)
         self.ended: list[Record] = []
@@ -108,7 +108,7 @@ class Roster:
             self.keeping.experience.went_home(waited_s)
             if record.home.worker != worker.worker_id:
                 commands += self.leave_home(record)
-        record.refused_at = None
+        record.refused_at = record.moved_from = None
         loads = record.pooled.image is not None or record.home is not None
         record.home = None  # what is there is the worker's affair now
         record.workers.append(worker.worker_id)

@@ -9,26 +9,43 @@ import math
 from collections.abc import Sequence
 
 from rollout.control.costs import prefill_s
+from rollout.control.experience import Experience
 from rollout.control.fleet import Worker
 from rollout.control.messages import Pace
 from rollout.control.records import Record
 from rollout.types import Keep
 
+LOYALTY = 0.9
+"""Share of the time at home that another worker must promise, for KV to be moved there: estimates are not exact."""
+
 
 def most_room(record: Record, able: Sequence[Worker]) -> Worker:
-    return max(able, key=lambda worker: worker.room)
+    """The one that has its KV, if that is among them."""
+    return max(able, key=lambda worker: (is_home(record, worker), worker.room))
+
+
+def is_home(record: Record, worker: Worker) -> bool:
+    return record.home is not None and record.home.worker == worker.worker_id
 
 
 class Router:
     """The cheapest worker for a trajectory."""
 
-    def __init__(self, slice_tokens: int | None) -> None:
+    def __init__(self, slice_tokens: int | None, experience: Experience) -> None:
         """A trajectory is expected to leave its worker after `slice_tokens`, if that is given."""
         self._slice_tokens = slice_tokens
+        self._experience = experience
 
     def choose(self, record: Record, able: Sequence[Worker]) -> Worker:
-        """Ties go to the one with most room."""
-        return min(able, key=lambda worker: (round(self.done_s(record, worker), 6), -worker.room))
+        """Ties go to the one with its KV, then to the one with most room."""
+        return min(
+            able,
+            key=lambda worker: (
+                round(self.done_s(record, worker) * (LOYALTY if is_home(record, worker) else 1.0), 6),
+                not is_home(record, worker),
+                -worker.room,
+            ),
+        )
 
     def done_s(self, record: Record, worker: Worker) -> float:
         """Seconds until it is done there, or leaves."""
@@ -37,7 +54,10 @@ class Router:
             tokens = min(tokens, self._slice_tokens)
         facts = worker.facts
         step_s = facts.step.seconds(len(worker.running) + 1) if facts is not None and facts.step is not None else 0.0
-        return start_s(record, worker) + tokens * step_s
+        coming_s = start_s(record, worker)
+        if record.home is not None and not is_home(record, worker):
+            coming_s = min(coming_s, move_s(record, worker, self._experience))
+        return coming_s + tokens * step_s
 
 
 def start_s(record: Record, worker: Worker) -> float:
@@ -62,15 +82,29 @@ def start_s(record: Record, worker: Worker) -> float:
     return copying + prefill_s(facts.prefill_s, have, end)
 
 
-def recompute_s(record: Record, workers: Sequence[Worker]) -> float:
-    """Seconds to compute what only its home has of its KV on another worker; infinite before any worker measured."""
-    known = (worker.facts.prefill_s for worker in workers if worker.facts is not None)
-    token_s = next((each for each in known if any(seconds is not None for seconds in each)), None)
-    if token_s is None or record.home is None:
+def away_s(record: Record, workers: Sequence[Worker], experience: Experience) -> float:
+    """Seconds to have elsewhere what only its home has of its KV, moved or computed; infinite before any worker
+    measured."""
+    worker = next((each for each in workers if each.facts is not None and each.facts.prefill_s), None)
+    if worker is None or record.home is None:
         return math.inf
+    return min(recompute_s(record, worker), move_s(record, worker, experience))
+
+
+def recompute_s(record: Record, worker: Worker) -> float:
+    """Seconds to compute what only its home has of its KV."""
+    if worker.facts is None or record.home is None:
+        return 0.0
     image = record.pooled.image
-    have = image.kv_tokens if image is not None else 0
-    return prefill_s(token_s, have, record.home.kv_tokens)
+    return prefill_s(worker.facts.prefill_s, image.kv_tokens if image is not None else 0, record.home.kv_tokens)
+
+
+def move_s(record: Record, worker: Worker, experience: Experience) -> float:
+    """Seconds to move what its home has of its KV to `worker`, through the pool."""
+    if worker.facts is None or record.home is None:
+        return 0.0
+    nbytes = record.home.kv_tokens * worker.facts.token_bytes
+    return _seconds(experience.exports.pace, nbytes) + _seconds(worker.facts.restore, nbytes)
 
 
 def to_go(record: Record) -> float:

@@ -26,6 +26,7 @@ from rollout.control.messages import (
 from rollout.control.pooled import Pooled
 from rollout.control.records import Home, Intent, Record, Transfer
 from rollout.control.roster import Roster
+from rollout.control.routing import move_s, recompute_s
 from rollout.types import AbortReason, FinishReason, Keep, Phase, Then, TrajectoryId, WorkerId
 
 ON_WORKER = (Keep.DEVICE, Keep.HOST)
@@ -118,6 +119,21 @@ class Suspensions:
                 return commands + self._roster.enqueue(record, now)
             case Then.DROP:
                 return commands + self._roster.drop(record, intent.reason, now)
+
+    def leave(self, record: Record, now: float) -> list[Command]:
+        """A trajectory, just taken out of the queue, is to start elsewhere than where its KV is: that goes to the pool
+        first, or is given up where computing it again is cheaper, or the pool did not take it."""
+        home = record.home
+        assert home is not None, f"{record.trajectory_id} has no home to leave"
+        there = self._roster.fleet.get(home.worker)
+        experience = self._roster.keeping.experience
+        refused = record.moved_from == home.worker or there is None
+        if there is None or refused or recompute_s(record, there) <= move_s(record, there, experience):
+            return [*self._roster.leave_home(record), *self._roster.wait(record, now)]
+        record.moved_from = home.worker
+        record.enter(Phase.SUSPENDED)
+        reason = record.abort_reason or AbortReason.SLICE_BUDGET
+        return self.relocate(record, Intent(keep=Keep.POOL, then=Then.REQUEUE, reason=reason), now)
 
     def relocate(self, record: Record, intent: Intent, now: float) -> list[Command]:
         """KV of a suspended trajectory goes where `intent` says, whatever comes then."""
