@@ -50,6 +50,8 @@ TORCH_FREE = (
     "kv.displacement",
     "kv.leases",
     "engine.images",
+    "engine.intake",
+    "engine.loops",
     "engine.rates",
     "engine.sources",
     "engine.scheduler",

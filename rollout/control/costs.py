@@ -1,10 +1,11 @@
 """What it costs to keep the KV of a stopped trajectory in each place, in expected seconds of a worker.
 
-Keeping costs what moving the KV takes now, and what bringing it back takes if the trajectory resumes; not keeping it,
-the prefill of everything that no prefix tree will have. What may be lost in the meantime (pages of the device that are
-needed for something else, images that displace others) costs its recomputation, as likely as that is. A place that has
-no room costs infinity, and so does every place if the KV is certain to be of no use. What was never measured costs
-nothing: so it is tried, and measured.
+Prefill takes all of a worker; moving KV takes the share of its speed that the worker was seen to lose meanwhile; what a
+trajectory only waits for takes one place in a batch. Keeping costs what moving the KV takes now, and what bringing it
+back takes if the trajectory resumes; not keeping it, the prefill of everything that no prefix tree will have. What may
+be lost in the meantime (pages of the device that are needed for something else, images that displace others) costs its
+recomputation, as likely as that is. A place that has no room costs infinity, and so does every place if the KV is
+certain to be of no use. What was never measured costs nothing: so it is tried, and measured.
 """
 
 import math
@@ -42,6 +43,8 @@ class Case:
     pool_budget_bytes: float
     export: Pace | None
     """By bytes."""
+    place_share: float
+    """Of a worker, that one place in its batch is."""
 
 
 def costs_s(case: Case) -> dict[Keep, float]:
@@ -52,13 +55,17 @@ def costs_s(case: Case) -> dict[Keep, float]:
     if not useful:
         return {Keep.DEVICE: math.inf, Keep.HOST: math.inf, Keep.POOL: math.inf, Keep.NONE: in_vain}
     nbytes = case.kv_tokens * case.worker.token_bytes
+    moving = case.worker.moving_share if case.worker.moving_share is not None else 1.0
+    arriving = min(1.0, moving + case.place_share)
+    home_wait = case.place_share * case.home_wait_s
     survives = _survival(case)
-    device = useful * (survives * case.home_wait_s + (1.0 - survives) * recompute)
-    host = _seconds(case.worker.save, nbytes) + useful * (_seconds(case.worker.load, nbytes) + case.home_wait_s)
+    device = useful * (survives * home_wait + (1.0 - survives) * recompute)
+    host = moving * _seconds(case.worker.save, nbytes)
+    host += useful * (arriving * _seconds(case.worker.load, nbytes) + home_wait)
     new_bytes = (case.kv_tokens - case.pooled_tokens) * case.worker.token_bytes
     displaced = min(1.0, max(0.0, new_bytes - case.pool_free_bytes) / new_bytes) if new_bytes else 0.0
-    pool = _seconds(case.export, new_bytes) if new_bytes else 0.0
-    pool += useful * (_seconds(case.worker.restore, nbytes) + displaced * recompute)
+    pool = moving * _seconds(case.export, new_bytes) if new_bytes else 0.0
+    pool += useful * (arriving * _seconds(case.worker.restore, nbytes) + displaced * recompute)
     return {
         Keep.DEVICE: device + in_vain if survives or not recompute else math.inf,
         Keep.HOST: host + in_vain if case.kv_tokens <= case.worker.host_free_tokens else math.inf,

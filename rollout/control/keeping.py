@@ -44,7 +44,7 @@ class Keeping:
         elif keep is Keep.AUTO and kv_tokens < record.pooled.kv_tokens:
             keep = Keep.POOL  # it stopped before it had as much again
         elif keep is Keep.AUTO:
-            costs = costs_s(self._case(record, kv_tokens, worker, likely, same_weights, wait_s))
+            costs = costs_s(self._case(record, kv_tokens, worker, likely, same_weights, wait_s, now))
             keep, by = self._choose(costs)
         decision = Decision(
             trajectory_id=record.trajectory_id,
@@ -94,7 +94,14 @@ class Keeping:
         return best, by
 
     def _case(
-        self, record: Record, kv_tokens: int, worker: Worker, likely: float, same_weights: float, wait_s: float
+        self,
+        record: Record,
+        kv_tokens: int,
+        worker: Worker,
+        likely: float,
+        same_weights: float,
+        wait_s: float,
+        now: float,
     ) -> Case:
         room = self.pools.get(worker.node)
         siblings = any(not other.over for other in record.group.members if other is not record)
@@ -105,10 +112,11 @@ class Keeping:
             likely=likely,
             same_weights=same_weights,
             wait_s=wait_s,
-            home_wait_s=self.experience.home_wait_s,
+            home_wait_s=self.experience.home_wait_s(now),
             turnover_tokens_s=worker.turnover_tokens_s,
             worker=worker.facts or UNKNOWN,
             pool_free_bytes=room.free_bytes if room is not None else math.inf,
             pool_budget_bytes=room.budget_bytes if room is not None else math.inf,
             export=self.experience.exports.pace,
+            place_share=1.0 / worker.max_running,
         )

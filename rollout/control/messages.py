@@ -187,6 +187,8 @@ class WorkerFacts:
     """From host memory to the device, by bytes: until the sequence can run."""
     save: Pace | None = None
     """From the device to host memory, by bytes."""
+    moving_share: float | None = None
+    """Of its decoding speed, that it loses while KV is moved to, from or within it."""
 
 
 # From outside -------------------------------------------------------------------------------------

@@ -1,38 +1,59 @@
-"""What something takes by its size, seen so far: a line through measurements of which older ones count less."""
+"""What something takes by its size, learnt from what it took: a line through the latest measurements."""
 
 from rollout.control.messages import Pace
 
-DECAY = 0.9
-"""Of all earlier measurements, when another one comes."""
-SPREAD = 0.1
-"""Of the mean size: if sizes vary less, they do not tell what is fixed and what grows with size."""
+DECAY = 0.98
+"""Of the weight of what was seen before, with each measurement."""
+LEAST_SPREAD = 1e-3
+"""Variance of the sizes over their squared mean. What was learnt from sizes further apart is not forgotten for ones
+that are less: a batch that stays about as large for long says nothing about how a step's time depends on it."""
 
 
 class PaceMeter:
-    """Least squares of seconds over units, decayed; both parts of the pace are at least 0."""
+    """Least squares, exponentially decayed; kept as means and centred moments, so that byte counts lose no digits."""
 
-    __slots__ = ("_s", "_su", "_u", "_uu", "_weight")
+    __slots__ = ("_seconds", "_units", "_us", "_uu", "_weight")
 
     def __init__(self) -> None:
-        self._weight = self._u = self._uu = self._s = self._su = 0.0
+        self._weight = 0.0
+        self._units = 0.0
+        """Mean."""
+        self._seconds = 0.0
+        """Mean."""
+        self._uu = 0.0
+        """Sum of squares of units around their mean."""
+        self._us = 0.0
+        """Sum of products with seconds, likewise."""
 
     def saw(self, units: float, seconds: float) -> None:
-        """Something of `units` (tokens, bytes, sequences) took `seconds`."""
-        self._weight = DECAY * self._weight + 1.0
-        self._u = DECAY * self._u + units
-        self._uu = DECAY * self._uu + units * units
-        self._s = DECAY * self._s + seconds
-        self._su = DECAY * self._su + units * seconds
+        before = DECAY * self._weight
+        self._weight = before + 1.0
+        d_units, d_seconds = units - self._units, seconds - self._seconds
+        self._units += d_units / self._weight
+        self._seconds += d_seconds / self._weight
+        if self._uu > LEAST_SPREAD * self._weight * self._units * self._units:
+            self._uu *= DECAY
+            self._us *= DECAY
+        share = before / self._weight
+        self._uu += share * d_units * d_units
+        self._us += share * d_units * d_seconds
 
     @property
     def pace(self) -> Pace | None:
-        """None before anything was seen. All of it grows with size where sizes do not vary."""
+        """None before anything was seen. Of one size only, all is taken to be proportional to it."""
         if not self._weight:
             return None
-        units, seconds = self._u / self._weight, self._s / self._weight
-        variance = max(0.0, self._uu / self._weight - units * units)
-        if variance <= (SPREAD * units) ** 2:
-            return Pace(fixed_s=0.0, unit_s=seconds / units) if units else Pace(fixed_s=seconds, unit_s=0.0)
-        slope = (self._su / self._weight - units * seconds) / variance
-        slope = min(max(slope, 0.0), seconds / units)
-        return Pace(fixed_s=seconds - slope * units, unit_s=slope)
+        if not self._uu:
+            return self._proportional()
+        unit_s = self._us / self._uu
+        if unit_s <= 0.0:
+            return Pace(fixed_s=self._seconds, unit_s=0.0)
+        fixed_s = self._seconds - unit_s * self._units
+        if fixed_s >= 0.0:
+            return Pace(fixed_s=fixed_s, unit_s=unit_s)
+        return self._proportional()
+
+    def _proportional(self) -> Pace:
+        if not self._units:
+            return Pace(fixed_s=self._seconds, unit_s=0.0)
+        return Pace(fixed_s=0.0, unit_s=self._seconds / self._units)

@@ -105,7 +105,7 @@ class Roster:
         record.lost = False
         if record.home is not None:
             waited_s = now - record.refused_at if record.refused_at is not None else 0.0
-            self.keeping.experience.went_home(waited_s)
+            self.keeping.experience.went_home(waited_s, now)
             if record.home.worker != worker.worker_id:
                 commands += self.leave_home(record)
         record.refused_at = record.moved_from = None

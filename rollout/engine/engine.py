@@ -224,6 +224,7 @@ class Engine:
             restore=paces.restore,
             load=paces.load,
             save=paces.save,
+            moving_share=paces.moving_share,
         )
 
     def _run(self) -> None:
@@ -244,7 +245,8 @@ class Engine:
         if plan.prefill and self._runner.prefill_s is not None:
             self._rates.prefilled([(chunk.start, chunk.end) for chunk in plan.prefill], self._runner.prefill_s)
         if plan.decode and self._runner.decode_s is not None:
-            self._rates.stepped(len(plan.decode), self._runner.decode_s)
+            moving = self.copying or self._images.pinned > 0
+            self._rates.stepped(len(plan.decode), self._runner.decode_s, moving=moving)
 
     def _complete_copies(self) -> None:
         """Take in what copies, restores and moves are over, and what waited for them."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rollout.control.messages import Pace
-from rollout.engine.paces import PaceMeter
+from rollout.control.paces import PaceMeter
 from rollout.kv.tiers import Tier
 
 PROBE_EVERY = 16
@@ -22,6 +22,7 @@ class Paces:
     restore: Pace | None
     load: Pace | None
     save: Pace | None
+    moving_share: float | None
 
 
 class Rates:
@@ -40,6 +41,9 @@ class Rates:
         self._prefill_at: list[float | None] = []
         """Of one token, by the binary logarithm of its position."""
         self._step = PaceMeter()
+        self._calm_step = PaceMeter()
+        """While no KV was moved."""
+        self._moving_share: float | None = None
         self._restore = PaceMeter()
         self._load = PaceMeter()
         self._save = PaceMeter()
@@ -82,6 +86,7 @@ class Rates:
             restore=self._restore.pace,
             load=self._load.pace,
             save=self._save.pace,
+            moving_share=self._moving_share,
         )
 
     def prefilled(self, chunks: Sequence[tuple[int, int]], seconds: float) -> None:
@@ -93,9 +98,14 @@ class Rates:
         for magnitude in {m for start, end in chunks for m in range(_magnitude(start), _magnitude(end - 1) + 1)}:
             self._prefill_at[magnitude] = _average(self._prefill_at[magnitude], token_s)
 
-    def stepped(self, sequences: int, seconds: float) -> None:
-        """A decode step of so many sequences, without the prefill beside it."""
+    def stepped(self, sequences: int, seconds: float, *, moving: bool) -> None:
+        """A decode step of so many sequences, without the prefill beside it; `moving` if KV was moved meanwhile."""
         self._step.saw(sequences, seconds)
+        if not moving:
+            self._calm_step.saw(sequences, seconds)
+        elif (calm := self._calm_step.pace) is not None:
+            lost = max(0.0, 1.0 - calm.seconds(sequences) / seconds)
+            self._moving_share = _average(self._moving_share, lost)
 
     def copied(self, to: Tier, nbytes: int, seconds: float) -> None:
         self._copy_s = _average(self._copy_s, seconds / nbytes * self._token_bytes)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.engine.paces import DECAY, PaceMeter
+from rollout.control.paces import DECAY, PaceMeter
 
 
 def seen(*measurements: tuple[float, float]) -> PaceMeter:
