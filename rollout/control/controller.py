@@ -294,8 +294,14 @@ class Controller:
             self._moved_at = now
         commands = self._stops.after_ends(now)
         commands += self._roster.dispatch(now)
+        commands += self._follow_up(now)
         commands += self._stops.make_way(now)
         commands += self._members.retire(now)
+        return commands + self._follow_up(now)
+
+    def _follow_up(self, now: float) -> list[Command]:
+        """What is to move before it starts, and what ended meanwhile."""
+        commands: list[Command] = []
         while (stranded := self._fleet.take_stranded()) or self._roster.ended:
             for record in stranded:
                 commands += self._suspensions.leave(record, now)

@@ -85,7 +85,7 @@ def start_s(record: Record, worker: Worker) -> float:
 def away_s(record: Record, workers: Sequence[Worker], experience: Experience) -> float:
     """Seconds to have elsewhere what only its home has of its KV, moved or computed; infinite before any worker
     measured."""
-    worker = next((each for each in workers if each.facts is not None and each.facts.prefill_s), None)
+    worker = next((each for each in workers if _measured(each)), None)
     if worker is None or record.home is None:
         return math.inf
     return min(recompute_s(record, worker), move_s(record, worker, experience))
@@ -116,6 +116,10 @@ def to_go(record: Record) -> float:
         if remaining is not None:
             return min(float(budget), remaining)
     return float(budget)
+
+
+def _measured(worker: Worker) -> bool:
+    return worker.facts is not None and any(seconds is not None for seconds in worker.facts.prefill_s)
 
 
 def _seconds(pace: Pace | None, nbytes: float) -> float:
