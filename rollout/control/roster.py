@@ -67,17 +67,20 @@ class Roster:
     def dispatch(self, now: float) -> list[Command]:
         """Start what can be; what its group has no tokens left for is over."""
         commands: list[Command] = []
-        may_start = functools.partial(self._may_start, now=now, ended=commands)
-        while (chosen := self.fleet.next_start(may_start, now)) is not None:
+        while True:
+            full = self.window is not None and self.groups.under_way >= self.window
+            may_start = functools.partial(self._may_start, full=full, now=now, ended=commands)
+            chosen = self.fleet.next_start(may_start, now)
+            if chosen is None:
+                return commands
             commands += self._start(*chosen, now)
-        return commands
 
-    def _may_start(self, record: Record, *, now: float, ended: list[Command]) -> bool:
+    def _may_start(self, record: Record, *, full: bool, now: float, ended: list[Command]) -> bool:
+        """With a `full` window no training group begins."""
         if record.phase is not Phase.QUEUED:
             return False
         group = record.group
-        begins = record.priority is Priority.TRAIN and not self.groups.has_begun(group)
-        if begins and self.window is not None and self.groups.under_way >= self.window:
+        if full and record.priority is Priority.TRAIN and not self.groups.has_begun(group):
             return False
         if record.intent is not None and record.intent.then is not Then.REQUEUE:
             return True  # for its KV only
