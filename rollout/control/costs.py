@@ -38,6 +38,10 @@ class Case:
     """For room on the one worker that has its KV, beyond the wait for any worker."""
     turnover_tokens_s: float
     """KV that its worker takes pages for."""
+    kept_tokens: int
+    """KV of others that was left on the worker's device."""
+    lost_share: float
+    """Of such KV, that was gone when it was needed, lately."""
     worker: WorkerFacts
     pool_free_bytes: float
     pool_budget_bytes: float
@@ -97,12 +101,12 @@ def _of_bucket(token_s: Sequence[float | None], bucket: int) -> float:
 
 def _survival(case: Case) -> float:
     """Chance that pages which may be evicted are there when the trajectory resumes: the least recently used go first,
-    so all that was free before is taken before them."""
-    free = case.worker.free_tokens
-    if not free:
+    so all that was free before is taken before them. What others left there is not free: they would lose it."""
+    free = case.worker.free_tokens - case.kept_tokens
+    if free <= 0:
         return 0.0
     taken = case.turnover_tokens_s * case.wait_s
-    return min(1.0, max(0.0, (free - taken) / (free - SAFE_SHARE * free)))
+    return (1.0 - case.lost_share) * min(1.0, max(0.0, (free - taken) / (free - SAFE_SHARE * free)))
 
 
 def _seconds(pace: Pace | None, nbytes: float) -> float:

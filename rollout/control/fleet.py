@@ -16,6 +16,10 @@ from rollout.types import GroupId, NodeId, Priority, TrajectoryId, WorkerId
 
 TURNOVER_S = 5.0
 """Over which it is averaged for what KV a worker takes pages."""
+LOST_WEIGHT = 0.2
+"""Of the last KV that came back to what is believed to be lost."""
+LOST_S = 60.0
+"""After which that is believed a third as much, if nothing else is seen."""
 REMEMBERED_GROUPS = 64
 """Whose prompts a worker is expected to have."""
 
@@ -30,8 +34,12 @@ class Worker:
     max_running: int
     running: set[TrajectoryId] = field(default_factory=set)
     facts: WorkerFacts | None = None
+    kept: dict[TrajectoryId, int] = field(default_factory=dict)
+    """KV of suspended trajectories that was left on the device, in tokens; it may have been evicted since."""
     draining: bool = False
     """It is being taken out of service: nothing starts on it."""
+    _lost_share: float = 0.0
+    _lost_at: float = 0.0
     _groups: dict[GroupId, None] = field(default_factory=dict)
     _taken: float = 0.0
     _taken_at: float = 0.0
@@ -49,6 +57,16 @@ class Worker:
         """Pages for so many tokens, since the last report."""
         self._taken = self._taken * math.exp(min(0.0, self._taken_at - now) / TURNOVER_S) + tokens
         self._taken_at = now
+
+    def came_back(self, share: float, now: float) -> None:
+        """So much was left of KV that was kept on the device, when it was needed."""
+        before = self.lost_share(now)
+        self._lost_share = before + LOST_WEIGHT * (1.0 - share - before)
+        self._lost_at = now
+
+    def lost_share(self, now: float) -> float:
+        """Of KV that is kept on the device, as lately seen; it is forgotten while nothing is kept there."""
+        return self._lost_share * math.exp(min(0.0, self._lost_at - now) / LOST_S)
 
     def ran(self, group: GroupId) -> None:
         """It has the prompt of this group now."""

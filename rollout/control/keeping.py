@@ -114,6 +114,8 @@ class Keeping:
             wait_s=wait_s,
             home_wait_s=self.experience.home_wait_s(now),
             turnover_tokens_s=worker.turnover_tokens_s,
+            kept_tokens=sum(worker.kept.values()),
+            lost_share=worker.lost_share(now),
             worker=worker.facts or UNKNOWN,
             pool_free_bytes=room.free_bytes if room is not None else math.inf,
             pool_budget_bytes=room.budget_bytes if room is not None else math.inf,

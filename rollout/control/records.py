@@ -188,6 +188,8 @@ class Record:
     """The last one for which KV was sent somewhere: it is tried once."""
     transfer: Transfer | None = None
     home: Home | None = None
+    came_from: Home | None = None
+    """Where its KV was when it was started where that is."""
     promoting: bool = False
     """It is on a worker, or about to be, for its KV only."""
     suspensions: int = 0

@@ -30,7 +30,7 @@ from rollout.control.records import Record
 from rollout.control.roster import Roster
 from rollout.control.stops import Stops
 from rollout.control.suspension import Suspensions
-from rollout.types import AbortReason, NodeId, Version
+from rollout.types import AbortReason, Keep, NodeId, Version
 
 
 class Reports:
@@ -113,7 +113,7 @@ class Reports:
                     commands += self._stops.fire(record, AbortReason.STALE, now)
                 return commands
             case Admitted():
-                return self._admitted(record, event)
+                return self._admitted(record, event, now)
             case Preempted():
                 self._roster.tally["preemptions"] += record.preempted()
                 return record.pooled.expect(record.turn)
@@ -129,10 +129,13 @@ class Reports:
                 return self._suspensions.parked(record, event, now)
         return []
 
-    def _admitted(self, record: Record, event: Admitted) -> list[Command]:
+    def _admitted(self, record: Record, event: Admitted, now: float) -> list[Command]:
         counts = record.admitted(event)
         self._roster.tally.update(counts)
         worker = self._roster.fleet.get(record.workers[-1])
+        home, record.came_from = record.came_from, None
+        if worker is not None and home is not None and home.where is Keep.DEVICE:
+            worker.came_back(min(1.0, event.cached_tokens / home.kv_tokens), now)
         if worker is not None and worker.facts is not None and "restored_tokens" in counts:
             read = counts["restored_tokens"] + counts["loaded_tokens"]
             self._roster.tally["read_bytes"] += read * worker.facts.token_bytes

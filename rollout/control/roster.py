@@ -12,9 +12,9 @@ from rollout.control.groups import Groups
 from rollout.control.keeping import Keeping
 from rollout.control.messages import Command, Release, Start, Watch
 from rollout.control.policies import Policies
-from rollout.control.records import Intent, Record
+from rollout.control.records import Home, Intent, Record
 from rollout.control.routing import Router, away_s, most_room, to_go
-from rollout.types import AbortReason, FinishReason, Phase, Priority, Then
+from rollout.types import AbortReason, FinishReason, Keep, Phase, Priority, Then
 
 TROUBLES = 20
 """How many are remembered."""
@@ -113,7 +113,7 @@ class Roster:
                 commands += self.leave_home(record)
         record.refused_at = record.moved_from = None
         loads = record.pooled.image is not None or record.home is not None
-        record.home = None  # what is there is the worker's affair now
+        record.came_from = self.settle_at(record, None)  # what is there is the worker's affair now
         record.workers.append(worker.worker_id)
         record.epoch += 1
         record.enter(Phase.RESTORING if loads else Phase.PREFILLING)
@@ -145,9 +145,21 @@ class Roster:
         record.stopped_at = now
         record.stopped_for = intent if intent.continues else None
 
+    def settle_at(self, record: Record, home: Home | None) -> Home | None:
+        """From now on its KV is kept there; returns where it was before."""
+        before, record.home = record.home, home
+        for place in (before, home):
+            worker = self.fleet.get(place.worker) if place is not None else None
+            if worker is not None and place is not None and place.where is Keep.DEVICE:
+                if place is home:
+                    worker.kept[record.trajectory_id] = place.kv_tokens
+                else:
+                    worker.kept.pop(record.trajectory_id, None)
+        return before
+
     def leave_home(self, record: Record) -> list[Command]:
         """What the trajectory has on a worker is not needed any more."""
-        home, record.home = record.home, None
+        home = self.settle_at(record, None)
         if home is None:
             return []
         return [Release(worker=home.worker, trajectory_id=record.trajectory_id, epoch=home.epoch)]

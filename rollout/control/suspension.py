@@ -146,7 +146,7 @@ class Suspensions:
         commands: list[Command] = []
         for record in self._roster.groups.records():
             if record.home is not None and record.home.worker == worker:
-                record.home = None
+                self._roster.settle_at(record, None)
             transfer = record.transfer
             if transfer is None or transfer.worker != worker:
                 continue
@@ -167,14 +167,17 @@ class Suspensions:
         transfer, record.transfer = record.transfer, None
         assert transfer is not None
         if event.kv_tokens:
-            record.home = Home(worker=worker, epoch=event.epoch, where=event.where, kv_tokens=event.kv_tokens)
+            home = Home(worker=worker, epoch=event.epoch, where=event.where, kv_tokens=event.kv_tokens)
+            self._roster.settle_at(record, home)
         if event.error is not None:
             self._roster.tally["keep_failures"] += 1
             self._roster.troubles.append(f"{record.trajectory_id}: kept on the {event.where}: {event.error}")
         there = event.kv_tokens and event.error is None and transfer.back is None
         if there and event.where is Keep.HOST:
             self._roster.tally["written_bytes"] += event.kv_tokens * self._token_bytes(worker)
-        commands = record.pooled.replace(None) if there else []
+        # An older image spares bytes the next time, and tokens if what is kept is evicted.
+        older = record.pooled.kv_tokens < event.kv_tokens
+        commands = record.pooled.replace(None) if there and not older else []
         return [*commands, *self.settle(record, now)]
 
     def recalled(self, event: Recalled, worker: WorkerId, now: float) -> list[Command]:
@@ -182,8 +185,11 @@ class Suspensions:
         record = self._transferring(event.trajectory_id, event.epoch, Transfer.Kind.RECALL)
         if record is None:
             return []
-        home, record.home = record.home, None
+        home = self._roster.settle_at(record, None)
         record.transfer = None
+        there = self._roster.fleet.get(worker)
+        if there is not None and home is not None and home.where is Keep.DEVICE:
+            there.came_back(min(1.0, event.kv_tokens / home.kv_tokens), now)
         return self._put_away(record, event, worker, now, back=home.where if home is not None else None)
 
     def _put_away(
