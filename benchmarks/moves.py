@@ -26,6 +26,7 @@ from benchmarks.tracing import Mark, Trace, TracedPool, TracedWorker
 from rollout.client import AsyncRollout, Rollout
 from rollout.cluster import launch, pool, workforce
 from rollout.config import load_config
+from rollout.control.messages import WorkerFacts
 from rollout.errors import DeadlineError
 from rollout.types import SamplingParams
 
@@ -102,6 +103,11 @@ class Scene:
         """What the workers and pools did since this was called last."""
         refs = [actor.marks.remote() for actor in (*self._workers, *self._pools)]
         return [mark for marks in ray.get(refs, timeout=TIMEOUT_S) for mark in marks]
+
+    def facts(self) -> WorkerFacts:
+        """What the first worker measured of itself."""
+        facts: WorkerFacts = ray.get(self._workers[0].facts.remote(), timeout=TIMEOUT_S)
+        return facts
 
     def forget(self, trajectory: str) -> None:
         """Make the pool forget what it holds of a running trajectory, so that an export sends all of it again."""

@@ -21,7 +21,7 @@ from rollout.cluster.pool import Pool
 from rollout.cluster.reader import PoolReader
 from rollout.cluster.worker import Worker
 from rollout.config import Config
-from rollout.control.messages import Export, Exported, ExportFailed
+from rollout.control.messages import Export, Exported, ExportFailed, WorkerFacts
 from rollout.engine.engine import Engine
 from rollout.engine.scheduler import Scheduler
 from rollout.engine.sequence import Sequence
@@ -76,6 +76,12 @@ class TracedWorker(Worker):
     def marks(self) -> list[Mark]:
         """What was done since the last call."""
         return [self._marks.popleft() for _ in range(len(self._marks))]
+
+    @ray.method(concurrency_group="control")
+    def facts(self) -> WorkerFacts:
+        """What it measured of itself."""
+        assert self._host is not None
+        return self._host.facts
 
 
 class TracedPool(Pool):
