@@ -393,6 +393,15 @@ class Trajectory:
         return sum(run.tokens for run in self.versions if run.version is not None)
 
 
+TurnMark = tuple[float, int]
+"""Tells the turns of all trajectories that ever had one id apart."""
+
+
+def turn_mark(trajectory: Trajectory) -> TurnMark:
+    """Of the turn that it ended last."""
+    return trajectory.submitted_at, trajectory.suspensions
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delivery:
     """A finished group: all its trajectories, in sample order; of one that was submitted with `partial`, those that

@@ -8,7 +8,7 @@ import contextlib
 import math
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from types import TracebackType
@@ -36,7 +36,9 @@ from rollout.types import (
     Then,
     Trajectory,
     TrajectoryId,
+    TurnMark,
     WorkerId,
+    turn_mark,
 )
 
 CALL_S = 30.0
@@ -69,8 +71,8 @@ class AsyncRollout:
         """Calls of `next_groups` that the controller need not remember any more."""
         self._abandoned: set[str] = set()
         """Those whose answer nobody got."""
-        self._turns: dict[TrajectoryId, int] = {}
-        """Tokens of each trajectory when its last turn was handed out."""
+        self._turns: dict[TrajectoryId, TurnMark] = {}
+        """The last turn of each trajectory that was handed out."""
         self.tokenizer = Tokenizer(description.tokenizer)
         self._intake = Intake(description, self.tokenizer, key_prefix=key_prefix)
 
@@ -166,11 +168,16 @@ class AsyncRollout:
         A call that fails or is cancelled loses nothing: its groups are handed out again. Raises `StalledError` if
         nothing goes on for driver.stall_timeout_s.
         """
+        return await self._next_groups(k, timeout_s, settled=self._arrived)
+
+    async def _next_groups(self, k: int, timeout_s: float, *, settled: set[str]) -> list[Delivery]:
+        """The call goes into `settled`."""
         timeout_s = max(0.0, timeout_s)
-        async with self._handing_out() as handing:
+        async with self._handing_out(settled) as handing:
             deliveries: list[Delivery] = await self._call(
                 self._controller.next_groups, k, timeout_s, *handing, timeout_s=timeout_s + CALL_S
             )
+        self._forget_turns(deliveries)
         return deliveries
 
     async def as_completed(self, timeout_s: float = 600.0) -> AsyncIterator[Delivery]:
@@ -203,10 +210,11 @@ class AsyncRollout:
         if not 0 <= over_sample < math.inf:
             raise InvalidSamplingError(f"over_sample: got {over_sample!r}, allowed: a share >= 0")
         if accept is None:
-            async with self._handing_out() as handing:
+            async with self._handing_out(self._arrived) as handing:
                 collected: Collected = await self._call(
                     self._controller.collect, groups, over_sample, timeout_s, *handing, timeout_s=timeout_s + CALL_S
                 )
+            self._forget_turns(collected.groups)
             return collected
         return await self._collect_accepted(groups, over_sample, accept, timeout_s)
 
@@ -215,19 +223,24 @@ class AsyncRollout:
     ) -> Collected:
         taken: list[Delivery] = []
         rejected: list[Delivery] = []
+        settled: set[str] = set()
         deadline = time.monotonic() + timeout_s
         await self._call(self._controller.begin_collection, groups, over_sample)
         try:
             while len(taken) < groups:
-                deliveries = await self.next_groups(1, deadline - time.monotonic())
+                deliveries = await self._next_groups(1, deadline - time.monotonic(), settled=settled)
                 for delivery in deliveries:
                     (taken if accept(delivery) else rejected).append(delivery)
                 if not deliveries:
                     break
                 if rejected and deliveries[0] is rejected[-1]:
                     await self._call(self._controller.reject, 1)
+        except BaseException:
+            self._abandoned |= settled
+            raise
         finally:
             held = await self._call(self._controller.end_collection)
+        self._arrived |= settled
         late = len(taken) < groups and time.monotonic() >= deadline
         return Collected(groups=tuple(taken), rejected=tuple(rejected), held=held, timed_out=late)
 
@@ -263,12 +276,17 @@ class AsyncRollout:
         `k`, or nothing goes on any more, or at the timeout what there is. Each waits for `extend`, or for
         `abort(then="finish")`, which ends it as completed. Raises `StalledError`.
         """
-        timeout_s = max(0.0, timeout_s)
-        turns: list[Trajectory] = await self._call(
-            self._controller.next_turns, dict(self._turns), k, timeout_s, timeout_s=timeout_s + CALL_S
-        )
-        self._turns.update((turn.trajectory_id, len(turn.output_ids)) for turn in turns)
-        return turns
+        deadline = time.monotonic() + timeout_s
+        while True:
+            left_s = max(0.0, deadline - time.monotonic())
+            turns: list[Trajectory] = await self._call(
+                self._controller.next_turns, dict(self._turns), k, left_s, timeout_s=left_s + CALL_S
+            )
+            # Another call of this client may have been told meanwhile.
+            new = [turn for turn in turns if self._turns.get(turn.trajectory_id) != turn_mark(turn)]
+            self._turns.update((turn.trajectory_id, turn_mark(turn)) for turn in new)
+            if new or not turns:
+                return new
 
     async def extend(
         self, trajectory: Trajectory | str, what: str | Sequence[Mapping[str, Any]] | Sequence[int]
@@ -281,8 +299,7 @@ class AsyncRollout:
         Raises `NotExtendableError`, `PromptTooLongError` or `InvalidPromptError`.
         """
         name = TrajectoryId(trajectory if isinstance(trajectory, str) else trajectory.trajectory_id)
-        last = trajectory.output_ids[-1:] if isinstance(trajectory, Trajectory) else ()
-        ids = self._intake.appended_ids(what, last_id=last[0] if last else None)
+        ids = self._intake.appended_ids(what, to=trajectory if isinstance(trajectory, Trajectory) else None)
         await self._call(self._controller.extend, name, ids, uuid.uuid4().hex)
 
     async def pause(self) -> None:
@@ -340,9 +357,17 @@ class AsyncRollout:
     ) -> None:
         await self.close()
 
+    def _forget_turns(self, deliveries: Iterable[Delivery]) -> None:
+        for delivery in deliveries:
+            for trajectory in (*delivery.trajectories, *delivery.dropped):
+                self._turns.pop(trajectory.trajectory_id, None)
+
     @contextlib.asynccontextmanager
-    async def _handing_out(self) -> AsyncIterator[tuple[str, tuple[str, ...], tuple[str, ...]]]:
-        """A call that groups are handed out to, and what became of earlier ones; told again until it was heard."""
+    async def _handing_out(self, settled: set[str]) -> AsyncIterator[tuple[str, tuple[str, ...], tuple[str, ...]]]:
+        """A call that groups are handed out to, and what became of earlier ones; told again until it was heard.
+
+        Its groups are in the driver's hands once it is in `settled`, if that is what has arrived, or is added to it.
+        """
         call = uuid.uuid4().hex
         arrived, abandoned = tuple(self._arrived), tuple(self._abandoned)
         try:
@@ -352,7 +377,7 @@ class AsyncRollout:
             raise
         self._arrived.difference_update(arrived)
         self._abandoned.difference_update(abandoned)
-        self._arrived.add(call)
+        settled.add(call)
 
     async def _call(self, method: Any, *args: Any, timeout_s: float = CALL_S) -> Any:
         if self._closed:

@@ -48,6 +48,11 @@ class Rollout:
         return self.aio.config
 
     @property
+    def sampling(self) -> SamplingParams:
+        """As `AsyncRollout.sampling`."""
+        return self.aio.sampling
+
+    @property
     def tokenizer(self) -> Tokenizer:
         return self.aio.tokenizer
 
@@ -105,7 +110,7 @@ class Rollout:
         accept: Callable[[Delivery], bool] | None = None,
         timeout_s: float = 600.0,
     ) -> Collected:
-        """As `AsyncRollout.collect`; `accept` is called on the client's own thread."""
+        """As `AsyncRollout.collect`; `accept` is called on the client's own thread, and may not call it."""
         return self._run(self.aio.collect(groups, over_sample=over_sample, accept=accept, timeout_s=timeout_s))
 
     def abort(
@@ -182,6 +187,9 @@ class Rollout:
         await asyncio.gather(*waiting, return_exceptions=True)
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        if threading.current_thread() is self._thread:
+            work.close()
+            raise RuntimeError("a call from within `accept` would wait for itself")
         with self._scheduling:
             if self._ended:
                 work.close()

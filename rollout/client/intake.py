@@ -12,7 +12,7 @@ from rollout.cluster.description import ServiceDescription
 from rollout.control.records import Submission
 from rollout.errors import InvalidPromptError, InvalidSamplingError, PromptTooLongError
 from rollout.text import Prompt, Tokenizer
-from rollout.types import GroupId, Priority, SamplingParams, trajectory_seed
+from rollout.types import GroupId, Priority, SamplingParams, Trajectory, trajectory_seed
 
 KEY = re.compile(r"(?!.*/\d+$)[^\x00-\x1f\x7f]+")
 """A key may not look like a trajectory's id, which is `key/index`."""
@@ -47,7 +47,7 @@ class Intake:
         several = _several(prompts)
         if not isinstance(n, int) or n < 1:
             raise InvalidSamplingError(f"n: got {n!r}, allowed: an integer >= 1")
-        if deadline_s is not None and not deadline_s > 0:
+        if deadline_s is not None and not (isinstance(deadline_s, int | float) and deadline_s > 0):
             raise InvalidSamplingError(f"deadline_s: got {deadline_s!r}, allowed: seconds > 0")
         if max_group_tokens is not None and (not isinstance(max_group_tokens, int) or max_group_tokens < 1):
             raise InvalidSamplingError(f"max_group_tokens: got {max_group_tokens!r}, allowed: an integer >= 1")
@@ -70,10 +70,13 @@ class Intake:
         ]
 
     def appended_ids(
-        self, what: str | Sequence[Mapping[str, Any]] | Sequence[int], *, last_id: int | None
+        self, what: str | Sequence[Mapping[str, Any]] | Sequence[int], *, to: Trajectory | None
     ) -> tuple[int, ...]:
-        """Ids that are to follow `last_id`. Raises `InvalidPromptError`."""
+        """Ids that are to follow what a trajectory has, which messages need to know. Raises `InvalidPromptError`."""
         if not isinstance(what, str) and len(what) and isinstance(what[0], Mapping):
+            if to is None:
+                raise InvalidPromptError("extend: got messages for an id, allowed: for the trajectory as handed out")
+            last_id = (to.output_ids or to.prompt_ids)[-1]
             ids: Sequence[int] = self._tokenizer.next_turn_ids(what, last_id=last_id)  # type: ignore[arg-type]
         elif isinstance(what, str) and what:
             ids = self._tokenizer.encode(what, add_special_tokens=False)

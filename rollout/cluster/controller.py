@@ -19,7 +19,7 @@ from ray.exceptions import RayError
 from rollout.cluster.background import Background
 from rollout.cluster.calls import one_line
 from rollout.cluster.description import ServiceDescription, WorkerDescription
-from rollout.cluster.placement import check_alike, place
+from rollout.cluster.placement import check_alike, check_room, place
 from rollout.cluster.supervision import Supervisor, remove_placement
 from rollout.cluster.workforce import Post, describe, start_workers
 from rollout.control.controller import Controller
@@ -44,7 +44,7 @@ from rollout.control.messages import (
     Unpause,
 )
 from rollout.control.records import Submission
-from rollout.errors import ServiceBusyError, StalledError
+from rollout.errors import ConfigError, ServiceBusyError, StalledError
 from rollout.metrics import KVCheck, ServiceStats
 from rollout.types import (
     AbortReport,
@@ -58,7 +58,9 @@ from rollout.types import (
     Then,
     Trajectory,
     TrajectoryId,
+    TurnMark,
     WorkerId,
+    turn_mark,
 )
 
 logger = logging.getLogger(__name__)
@@ -105,7 +107,7 @@ class ControllerActor:
     async def begin(self) -> None:
         """Start watching the workers, the pools and the clock."""
         self._background.spawn(self._watch_pools(), lambda _: None)
-        self._background.spawn(self._tick(), lambda _: None)
+        self._keep_ticking()
         for described in self._described:
             self._workers.watch(described)
 
@@ -204,14 +206,16 @@ class ControllerActor:
         """
         self._carry_out(self._core.extend(trajectory_id, ids, call, time.time()))
 
-    async def next_turns(self, known: Mapping[TrajectoryId, int], count: int, timeout_s: float) -> list[Trajectory]:
+    async def next_turns(
+        self, known: Mapping[TrajectoryId, TurnMark], count: int, timeout_s: float
+    ) -> list[Trajectory]:
         """Trajectories that ended a turn: `count`, or what there is at the timeout, or when no more can come.
 
-        `known` are those that the caller has been told of, with the tokens they had.
+        `known` are those that the caller has been told of, with the turn that they had ended.
         """
 
         def new() -> list[Trajectory]:
-            return [each for each in self._core.ended_turns() if known.get(each.trajectory_id) != len(each.output_ids)]
+            return [each for each in self._core.ended_turns() if known.get(each.trajectory_id) != turn_mark(each)]
 
         await self._until(lambda: len(new()) >= count or not self._core.busy, timeout_s)
         return new()[:count]
@@ -230,6 +234,8 @@ class ControllerActor:
 
         Raises `ClusterTooSmallError`, `ConfigError`, `WorkerLostError` or `DeadlineError`, and none is added.
         """
+        if not isinstance(count, int) or count < 1:
+            raise ConfigError(f"workers to add: got {count!r}, allowed: an integer >= 1")
         names = [WorkerId(f"worker-{next(self._numbers)}") for _ in range(count)]
         timeout_s = self._config.cluster.start_timeout_s
         places = await asyncio.to_thread(place, self._config.cluster, count)
@@ -238,6 +244,7 @@ class ControllerActor:
             posts = start_workers(self._config, names, places, self._weights_id)
             described = await asyncio.to_thread(describe, posts.values(), timeout_s)
             check_alike([*self._described, *described], deterministic=self._config.engine.deterministic)
+            check_room(described, max_context=self._description.max_context)
         except BaseException:
             self._workers.hire(posts)
             for worker in posts:
@@ -319,7 +326,10 @@ class ControllerActor:
             case Retire():
                 self._workers.retire(command.worker)
                 return
-        worker, incarnation = self._workers.address(command.worker)
+        address = self._workers.address(command.worker)
+        if address is None:
+            return
+        worker, incarnation = address
         match command:
             case Start():
                 worker.start.remote(incarnation, command.assignment)
@@ -339,8 +349,11 @@ class ControllerActor:
     async def _export(self, order: Export) -> None:
         """Have a pool store an image. What it says after the deadline still reaches the core, which lets go of it."""
         began = time.monotonic()
-        worker, incarnation = self._workers.address(order.worker)
-        answer = asyncio.ensure_future(self._workers.pools[order.node].export.remote(worker, incarnation, order))
+        address = self._workers.address(order.worker)
+        if address is None:
+            self._export_failed(order, f"{order.worker} was taken out of service")
+            return
+        answer = asyncio.ensure_future(self._workers.pools[order.node].export.remote(*address, order))
         timeout_s = self._config.pool.export_timeout_s + CALL_S
         done, _ = await asyncio.wait([answer], timeout=timeout_s)
         if not done:
@@ -369,6 +382,10 @@ class ControllerActor:
                 if nbytes := await self._ask(pool.spilled):
                     self._handle(Spilled(node=node, nbytes=nbytes))
             await asyncio.sleep(LOOK_S)
+
+    def _keep_ticking(self) -> None:
+        """Deadlines and the watchdog outlive a fault of what they set off."""
+        self._background.spawn(self._tick(), lambda _: self._keep_ticking())
 
     async def _tick(self) -> None:
         while True:

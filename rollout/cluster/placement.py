@@ -70,6 +70,16 @@ def check_alike(workers: Sequence[WorkerDescription], *, deterministic: bool) ->
     logger.warning("%s; it is computed again there", message)
 
 
+def check_room(workers: Sequence[WorkerDescription], *, max_context: int) -> None:
+    """Raises `ConfigError` if one has less room for a sequence than the service lets one have."""
+    least = min(workers, key=lambda worker: worker.max_context)
+    if least.max_context < max_context:
+        raise ConfigError(
+            f"{least.worker} has room for {least.max_context} tokens of a sequence, the service allows {max_context}; "
+            f"engine.max_context_tokens or engine.kv_bytes would make them alike"
+        )
+
+
 def check_store(pool: PoolConfig, described: Sequence[WorkerDescription]) -> None:
     """Ray never says that its store is full, it spills: so what may be in it must fit, by arithmetic.
 

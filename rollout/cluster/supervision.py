@@ -68,9 +68,10 @@ class Supervisor:
     def actors(self) -> dict[WorkerId, Any]:
         return {worker: post.actor for worker, post in self._posts.items()}
 
-    def address(self, worker: WorkerId) -> tuple[Any, str]:
-        """Its actor, and the incarnation that commands are for."""
-        return self._posts[worker].actor, self._incarnations[worker]
+    def address(self, worker: WorkerId) -> tuple[Any, str] | None:
+        """Its actor, and the incarnation that commands are for; None if it was retired, with all that was on it."""
+        post = self._posts.get(worker)
+        return (post.actor, self._incarnations[worker]) if post is not None else None
 
     async def _watch(self, worker: Any, described: WorkerDescription) -> None:
         health = self._config.cluster
@@ -157,7 +158,8 @@ class Supervisor:
 
     def _give_up(self, worker: WorkerId, error: str) -> None:
         """Nobody watches a worker any more."""
-        ray.kill(self._posts[worker].actor)
+        if worker in self._posts:
+            ray.kill(self._posts[worker].actor)
         incarnation = self._incarnations[worker]
         self._handle(WorkerDown(worker=worker, incarnation=incarnation, error=error, final=True))
 

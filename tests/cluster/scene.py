@@ -229,12 +229,12 @@ def controller(service: Rollout) -> Any:
 
 
 def workers(service: Rollout) -> dict[str, Any]:
-    found: dict[str, Any] = inside(controller(service), lambda self: self._workers)
+    found: dict[str, Any] = inside(controller(service), lambda self: self._workers.actors)
     return found
 
 
 def pools(service: Rollout) -> list[Any]:
-    found: list[Any] = inside(controller(service), lambda self: list(self._pools.values()))
+    found: list[Any] = inside(controller(service), lambda self: list(self._workers.pools.values()))
     return found
 
 

@@ -290,7 +290,7 @@ def test_a_fault_in_a_background_task_of_the_controller_fails_what_waits_for_it(
     before = service.stats().counters
 
     def break_exports(self: Any) -> Any:
-        pools, self._pools = self._pools, {}
+        pools, self._workers.pools = self._workers.pools, {}
         return pools
 
     with limited(service, MIDDLE):
@@ -301,5 +301,5 @@ def test_a_fault_in_a_background_task_of_the_controller_fails_what_waits_for_it(
             assert set(service.abort(keep="pool", then="requeue").found) == set(IDS)
             assert since(service, before, "export_failures") == len(IDS)
         finally:
-            inside(controller(service), lambda self, pools: setattr(self, "_pools", pools), kept)
+            inside(controller(service), lambda self, pools: setattr(self._workers, "pools", pools), kept)
     assert outputs(collect(service)) == truth
