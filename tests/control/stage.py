@@ -160,7 +160,10 @@ class Stage:
         assert accounts.accounted == accounts.submitted, accounts
         told: list[Command] = [command for command in commands if not isinstance(command, Expect)]
         self.commands += told
-        self.unanswered += [each for each in told if isinstance(each, Stop | Export | KeepThere | Recall)]
+        for each in told:
+            only_moves = isinstance(each, Start) and each.assignment.watch.slice_tokens == 0
+            if only_moves or isinstance(each, Stop | Export | KeepThere | Recall):
+                self.unanswered.append(each)
         return told
 
     def up(self, worker: WorkerId, incarnation: str = "a", *, room: int = 4) -> list[Command]:
@@ -225,6 +228,11 @@ class Stage:
         while self.unanswered:
             command = self.unanswered.pop(0)
             match command:
+                case Start():
+                    t, epoch = command.assignment.trajectory_id, command.assignment.epoch
+                    if self.find(t) is not None and self.record(t).on_worker and self.record(t).epoch == epoch:
+                        self.admit(t, restored=self.record(t).kv_tokens)
+                        self.park(t)
                 case Stop(trajectory_id=t, epoch=epoch):
                     if self.find(t) is not None and self.record(t).on_worker and self.record(t).epoch == epoch:
                         self.park(t)

@@ -20,8 +20,10 @@ EXAMPLE = Case(
     wait_s=10.0,
     home_wait_s=0.3,
     turnover_tokens_s=50.0,
+    kept_tokens=200,
+    lost_share=0.0,
     worker=facts(
-        free=800,
+        free=1000,
         prefill_s=0.001,
         save=pace(0.01, 1e-8),
         load=pace(0.02, 2e-8),
@@ -49,8 +51,9 @@ def best(case: Case) -> Keep:
 
 
 def test_the_sums_done_by_hand() -> None:
-    """1 MB, 1 s to compute. It is of use with 0.4, in vain with 0.1. Of 800 free tokens 500 are taken, and the last 400
-    of them are not certain: it survives on the device with 0.75. A quarter of what the pool lacks displaces others."""
+    """1 MB, 1 s to compute. It is of use with 0.4, in vain with 0.1. Of 800 free tokens that nobody left there 500 are
+    taken, and the last 400 are not certain: it survives on the device with 0.75. A quarter of what the pool lacks
+    displaces others."""
     device = 0.4 * (0.75 * 0.3 + 0.25 * 1.0) + 0.1
     host = (0.01 + 0.01) + 0.4 * (0.02 + 0.02 + 0.3) + 0.1
     pool = (0.1 + 0.06) + 0.4 * ((0.05 + 0.05) + 0.25 * 1.0) + 0.1
@@ -146,8 +149,15 @@ def test_pages_survive_for_certain_until_half_of_what_is_free_was_taken_and_not_
     assert costs_s(but(wait_s=16.0))[Keep.DEVICE] == math.inf
 
 
-def test_with_no_page_free_the_device_is_no_place() -> None:
+def test_what_was_gone_lately_though_it_should_not_have_been_is_less_certain_to_stay() -> None:
+    seen = costs_s(but(lost_share=0.2, likely=1.0, same_weights=1.0, home_wait_s=0.0))[Keep.DEVICE]
+    assert seen == pytest.approx(1.0 - 0.8 * 0.75)
+    assert costs_s(but(lost_share=1.0))[Keep.DEVICE] == math.inf
+
+
+def test_with_no_page_free_or_none_that_others_did_not_leave_kv_in_the_device_is_no_place() -> None:
     assert costs_s(but_worker(free_tokens=0))[Keep.DEVICE] == math.inf
+    assert costs_s(but(kept_tokens=1000))[Keep.DEVICE] == math.inf
     assert best(but(worker=dataclasses.replace(EXAMPLE.worker, free_tokens=0, host_free_tokens=0), likely=0.1)) is (
         Keep.NONE
     )
