@@ -41,7 +41,14 @@ class Stops:
         self._collection: Collection | None = None
 
     def stop(self, record: Record, intent: Intent, now: float) -> list[Command]:
-        """An abort of a trajectory that is not over; a second one changes only what becomes of it."""
+        """An abort of a trajectory that is not over; a second one changes only what becomes of it.
+
+        What was given up stays so, and what waits for `extend` waits on, whatever is said of it later.
+        """
+        if record.intent is not None and record.intent.reason is AbortReason.DISCARD:
+            return []
+        if record.ended_turn and intent.then is Then.REQUEUE:
+            intent = replace(intent, then=Then.HOLD)
         if intent.then is not Then.HOLD:
             self._roster.groups.unhold(record)
         if not record.on_worker:

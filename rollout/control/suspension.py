@@ -44,7 +44,8 @@ class Suspensions:
         """A trajectory left the batch, with its KV pinned on its worker."""
         worker = self._roster.fleet.leave(record)
         record.kv_tokens = max(record.kv_tokens, event.kv_tokens)
-        record.ended_turn = event.reason is AbortReason.TURN
+        if event.reason is AbortReason.TURN:  # and not if it was only brought to a worker while it waits
+            record.ended_turn = True
         if record.intent is None or (record.ended_turn and record.intent.then is Then.REQUEUE):
             reason = event.reason or AbortReason.SLICE_BUDGET
             record.intent = self._roster.policies.intent(reason)
@@ -175,9 +176,11 @@ class Suspensions:
         there = event.kv_tokens and event.error is None and transfer.back is None
         if there and event.where is Keep.HOST:
             self._roster.tally["written_bytes"] += event.kv_tokens * self._token_bytes(worker)
-        # An older image spares bytes the next time, and tokens if what is kept is evicted.
-        older = record.pooled.kv_tokens < event.kv_tokens
-        commands = record.pooled.replace(None) if there and not older else []
+        commands: list[Command] = []
+        if there:
+            # An older image spares bytes the next time, and tokens if what is kept is evicted.
+            older = record.pooled.kv_tokens < event.kv_tokens
+            commands = record.pooled.replace(record.pooled.image if older else None)
         return [*commands, *self.settle(record, now)]
 
     def recalled(self, event: Recalled, worker: WorkerId, now: float) -> list[Command]:

@@ -2,7 +2,9 @@
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
+from rollout.config import AbortConfig, GroupsConfig, ResumeConfig
 from rollout.control.aborts import AbortTicket
 from rollout.control.controller import Controller
 from rollout.control.messages import (
@@ -36,6 +38,7 @@ from rollout.control.messages import (
 )
 from rollout.control.records import Record, Submission
 from rollout.types import (
+    AbortReason,
     Columns,
     Delivery,
     FinishReason,
@@ -70,13 +73,16 @@ def columns(offset: int, count: int) -> Columns:
     )
 
 
-def submission(group: str = "g", *, n: int = 1, budget: int = 8, prompt: Sequence[int] = PROMPT) -> Submission:
+def submission(
+    group: str = "g", *, n: int = 1, budget: int = 8, prompt: Sequence[int] = PROMPT, **options: Any
+) -> Submission:
     return Submission(
         group_id=GroupId(group),
         prompt_ids=tuple(prompt),
-        sampling=SamplingParams(max_new_tokens=budget),
+        sampling=(SamplingParams(max_new_tokens=budget),) * n,
         seeds=tuple(range(n)),
         metadata={"key": group},
+        **options,
     )
 
 
@@ -96,13 +102,14 @@ def sampled(t: TrajectoryId = T, epoch: int = 1, *, offset: int = 0, count: int 
     return Sampled(trajectory_id=t, epoch=epoch, offset=offset, columns=columns(offset, count))
 
 
-def parked(t: TrajectoryId = T, epoch: int = 1, *, kv: int) -> Parked:
+def parked(t: TrajectoryId = T, epoch: int = 1, *, kv: int, reason: AbortReason | None = None) -> Parked:
     return Parked(
         trajectory_id=t,
         epoch=epoch,
         kv_tokens=kv,
         prompt_pages=1,
         page_keys=tuple(bytes([i]) for i in range(kv // 4)),
+        reason=reason,
     )
 
 
@@ -183,16 +190,21 @@ class Scene:
         *workers: WorkerId,
         size: int | None = None,
         slice_tokens: int | None = None,
+        policies: Sequence[dict[str, Any]] = (),
         keep: Keep = Keep.POOL,
         prefer_other: bool = False,
+        resume: ResumeConfig | None = None,
+        groups: GroupsConfig | None = None,
         room: int = 4,
     ) -> None:
+        """`policies` as in a configuration; `slice_tokens` adds one that slices, and `prefer_other` is of `resume`."""
+        sliced = [{"kind": "slice_budget", "tokens": slice_tokens}] if slice_tokens is not None else []
         self.controller = Controller(
             workers=size or len(workers),
             max_context=CONTEXT,
-            slice_tokens=slice_tokens,
-            keep=keep,
-            prefer_other=prefer_other,
+            abort=AbortConfig.model_validate({"keep": str(keep), "policies": (*sliced, *policies)}),
+            resume=resume or ResumeConfig(prefer="other" if prefer_other else "cheapest"),
+            groups=groups or GroupsConfig(),
         )
         self.now = 0.0
         self.calls = itertools.count(1)

@@ -11,6 +11,7 @@ from rollout.control.messages import (
     ExportFailed,
     Release,
     Start,
+    Watch,
     WorkerEvent,
 )
 from rollout.errors import DuplicateKeyError
@@ -79,7 +80,7 @@ def test_a_whole_life_with_one_slice_on_each_worker() -> None:
                 output=Columns(),
                 sampling=SamplingParams(max_new_tokens=8),
                 seed=0,
-                slice_tokens=3,
+                watch=Watch(slice_tokens=3),
                 max_context=CONTEXT,
                 image=None,
                 kv_tokens=0,
@@ -123,7 +124,7 @@ def test_a_whole_life_with_one_slice_on_each_worker() -> None:
                 output=columns(0, 3),
                 sampling=SamplingParams(max_new_tokens=8),
                 seed=0,
-                slice_tokens=3,
+                watch=Watch(slice_tokens=3),
                 max_context=CONTEXT,
                 image=first_image,
                 kv_tokens=7,
@@ -168,6 +169,7 @@ def test_a_whole_life_with_one_slice_on_each_worker() -> None:
         resumes=1,
         resumed_elsewhere=1,
         exported_bytes=700,
+        written_bytes=700,
         restored_tokens=3,
         cached_tokens=4,
         exclusive_pages=2,
@@ -621,7 +623,7 @@ def test_a_slice_that_keeps_nothing_is_requeued_at_once() -> None:
     commands = scene.report(W1, parked(kv=7))
     assert commands[0] == release()
     again = only_start(commands).assignment
-    assert (again.image, again.kv_tokens, again.slice_tokens) == (None, 7, 3)
+    assert (again.image, again.kv_tokens, again.watch.slice_tokens) == (None, 7, 3)
 
 
 def test_an_abort_decides_even_if_the_slice_ends_first() -> None:

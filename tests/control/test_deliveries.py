@@ -167,7 +167,7 @@ def test_an_abort_keeps_what_it_says_and_if_it_does_not_say_what_is_configured(c
     scene = decoding(keep=configured)
     scene.abort(keep=asked)
     commands = scene.report(W1, parked(kv=7))
-    kept = next((keep for keep in (asked, configured) if keep is not Keep.AUTO), Keep.POOL)
+    kept = next((keep for keep in (asked, configured) if keep is not Keep.AUTO), Keep.DEVICE)
     assert [type(command).__name__ for command in commands] == [PUT_AWAY[kept]]
     assert [command.where for command in commands if isinstance(command, KeepThere)] == [kept] * (
         kept in (Keep.DEVICE, Keep.HOST)

@@ -1,5 +1,8 @@
 """Who goes where, and when: oldest first, most room, and elsewhere if that is preferred."""
 
+import math
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,41 +10,56 @@ from hypothesis import strategies as st
 from rollout.control.fleet import Fleet
 from rollout.control.messages import WorkerUp
 from rollout.control.pooled import Pooled
-from rollout.control.records import Home, Record
-from rollout.types import GroupId, Keep, NodeId, SamplingParams, TrajectoryId, WorkerId
-from tests.control.scene import W1, W2, W3
+from rollout.control.records import Batch, Group, Home, Record
+from rollout.control.routing import most_room
+from rollout.types import Keep, NodeId, Priority, TrajectoryId, WorkerId
+from tests.control.scene import W1, W2, W3, submission
 
 
-def make_fleet(rooms: dict[WorkerId, int], *, prefer_other: bool = False, size: int | None = None) -> Fleet:
-    fleet = Fleet(size=size or len(rooms), prefer_other=prefer_other)
+def make_fleet(
+    rooms: dict[WorkerId, int],
+    *,
+    prefer_other: bool = False,
+    size: int | None = None,
+    patience_s: float = math.inf,
+    to_go: Callable[[Record], float] | None = None,
+) -> Fleet:
+    fleet = Fleet(
+        size=size or len(rooms),
+        prefer_other=prefer_other,
+        choose=most_room,
+        patience=lambda record: patience_s,
+        to_go=to_go,
+    )
     for worker, room in rooms.items():
         fleet.join(WorkerUp(worker=worker, node=NodeId("n"), incarnation="a", max_running=room))
     return fleet
 
 
-def make_record(order: int, *workers: WorkerId, home: WorkerId | None = None) -> Record:
+def make_record(
+    order: int, *workers: WorkerId, home: WorkerId | None = None, priority: Priority = Priority.TRAIN
+) -> Record:
     trajectory_id = TrajectoryId(f"t{order}")
     return Record(
         trajectory_id=trajectory_id,
-        group_id=GroupId("g"),
-        sample_index=order,
+        group=Group(submission=submission(priority=priority), batch=Batch(), submitted_at=0.0),
+        sample_index=0,
         order=order,
-        prompt_ids=(1,),
-        sampling=SamplingParams(),
         seed=0,
-        submitted_at=0.0,
-        metadata={},
         pooled=Pooled(trajectory_id),
         workers=[*workers],
         home=Home(worker=home, epoch=1, where=Keep.HOST, kv_tokens=4) if home is not None else None,
     )
 
 
-def dispatch(fleet: Fleet, *records: Record) -> list[tuple[int, WorkerId]]:
+def dispatch(fleet: Fleet, *records: Record, now: float = 0.0) -> list[tuple[int, WorkerId]]:
     """Order and worker of all that start when `records` are queued."""
     for record in records:
         fleet.enqueue(record)
-    return [(record.order, worker.worker_id) for record, worker in fleet.dispatch()]
+    started = []
+    while (chosen := fleet.next_start(lambda record: True, now)) is not None:
+        started.append((chosen[0].order, chosen[1].worker_id))
+    return started
 
 
 def test_the_oldest_starts_first_however_it_was_queued() -> None:
@@ -62,7 +80,7 @@ def test_room_comes_back_when_a_trajectory_leaves() -> None:
     first, second = make_record(0), make_record(1)
     assert dispatch(fleet, first, second) == [(0, W1)]
     first.workers.append(W1)
-    assert fleet.dispatch() == []
+    assert dispatch(fleet) == []
     assert fleet.leave(first).worker_id == W1
     assert dispatch(fleet) == [(1, W1)]
 
@@ -222,7 +240,7 @@ def test_what_is_drained_is_in_submission_order_and_gone() -> None:
     assert fleet.drain() == records
     assert fleet.drain() == []
     fleet.join(WorkerUp(worker=W1, node=NodeId("n"), incarnation="a", max_running=9))
-    assert fleet.dispatch() == []
+    assert dispatch(fleet) == []
 
 
 def test_with_a_preference_all_room_is_filled_and_none_exceeded() -> None:
@@ -233,7 +251,7 @@ def test_with_a_preference_all_room_is_filled_and_none_exceeded() -> None:
     assert sorted(worker for _, worker in started) == sorted(W for W, room in rooms.items() for _ in range(room))
     assert {order for order, worker in started if worker in (W2, W3)} == {0, 1, 2}, "who left w1 goes elsewhere first"
     assert {order for order, worker in started if worker == W1} == {3, 4, 5}, "and back where only that has room"
-    assert fleet.dispatch() == []
+    assert dispatch(fleet) == []
     assert [record.order for record in fleet.drain()] == [6, 7, 8]
 
 

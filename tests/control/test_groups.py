@@ -3,10 +3,15 @@
 import pytest
 
 from rollout.control.groups import Groups
-from rollout.control.records import Record
+from rollout.control.records import Batch, Record, Submission
 from rollout.errors import DuplicateKeyError
 from rollout.types import FinishReason, GroupId, Phase, TrajectoryId, Version
 from tests.control.scene import columns, submission
+
+
+def add(groups: Groups, submission: Submission, now: float = 0.0) -> list[Record]:
+    """The members of a new group."""
+    return groups.add(submission, Batch(), now).members
 
 
 def end(groups: Groups, *records: Record) -> None:
@@ -22,11 +27,11 @@ def delivered(groups: Groups, count: int = 99) -> list[str]:
 
 def test_a_group_has_a_record_for_every_seed_in_submission_order() -> None:
     groups = Groups()
-    first, second = groups.add(submission("a", n=2), now=3.0), groups.add(submission("b"), now=4.0)
+    first, second = add(groups, submission("a", n=2), now=3.0), add(groups, submission("b"), now=4.0)
     assert [record.trajectory_id for record in (*first, *second)] == ["a/0", "a/1", "b/0"]
     assert [record.order for record in (*first, *second)] == [0, 1, 2]
     assert [record.seed for record in first] == [0, 1]
-    assert [record.submitted_at for record in (*first, *second)] == [3.0, 3.0, 4.0]
+    assert [record.group.submitted_at for record in (*first, *second)] == [3.0, 3.0, 4.0]
     assert groups.records() == (*first, *second)
     assert groups.get(TrajectoryId("a/1")) is first[1]
     assert groups.get(TrajectoryId("a")) is None
@@ -34,7 +39,7 @@ def test_a_group_has_a_record_for_every_seed_in_submission_order() -> None:
 
 def test_a_group_is_complete_when_its_last_member_is_over() -> None:
     groups = Groups()
-    first, second, third = groups.add(submission(n=3), now=0.0)
+    first, second, third = add(groups, submission(n=3))
     end(groups, second, third)
     assert (groups.complete, groups.take(1, "call")) == (0, [])
     end(groups, first)
@@ -45,7 +50,7 @@ def test_a_group_is_complete_when_its_last_member_is_over() -> None:
 
 def test_groups_are_taken_in_the_order_they_were_completed() -> None:
     groups = Groups()
-    members = {name: groups.add(submission(name), now=0.0) for name in "abc"}
+    members = {name: add(groups, submission(name)) for name in "abc"}
     for name in "cab":
         end(groups, *members[name])
     assert delivered(groups, 2) == ["c", "a"]
@@ -56,8 +61,8 @@ def test_groups_are_taken_in_the_order_they_were_completed() -> None:
 
 def test_what_was_taken_is_forgotten_and_nothing_else() -> None:
     groups = Groups()
-    end(groups, *groups.add(submission("job-1"), now=0.0))
-    (other,) = groups.add(submission("job-10"), now=0.0)
+    end(groups, *add(groups, submission("job-1")))
+    (other,) = add(groups, submission("job-10"))
     assert delivered(groups) == ["job-1"]
     assert groups.get(TrajectoryId("job-1/0")) is None
     assert groups.records() == (other,)
@@ -65,7 +70,7 @@ def test_what_was_taken_is_forgotten_and_nothing_else() -> None:
 
 def test_a_key_is_in_use_until_its_group_was_handed_out() -> None:
     groups = Groups()
-    (record,) = groups.add(submission("a"), now=0.0)
+    (record,) = add(groups, submission("a"))
     other = submission("a", n=2)
     with pytest.raises(DuplicateKeyError, match="'a'"):
         groups.check([other])
@@ -75,11 +80,11 @@ def test_a_key_is_in_use_until_its_group_was_handed_out() -> None:
     assert groups.records() == (record,)
     assert delivered(groups) == ["a"]
     assert groups.check([other]) == [other]
-    assert [again.order for again in groups.add(other, now=2.0)] == [1, 2]
+    assert [again.order for again in add(groups, other, now=2.0)] == [1, 2]
 
 
 def test_a_snapshot_says_all_and_does_not_change_afterwards() -> None:
-    (record,) = Groups().add(submission(budget=4), now=1.0)
+    (record,) = add(Groups(), submission(budget=4), now=1.0)
     record.columns.extend(columns(0, 2))
     before = record.snapshot()
     record.columns.append(7, -1.0, Version(3))
@@ -93,8 +98,8 @@ def test_a_snapshot_says_all_and_does_not_change_afterwards() -> None:
 
 def test_ids_of_trajectories_and_groups_are_resolved_each_once() -> None:
     groups = Groups()
-    first, second = groups.add(submission("job-1", n=2), now=0.0)
-    (other,) = groups.add(submission("job-10"), now=0.0)
+    first, second = add(groups, submission("job-1", n=2))
+    (other,) = add(groups, submission("job-10"))
     assert groups.resolve(None) == ([first, second, other], ())
     assert groups.resolve(["job-1/1"]) == ([second], ())
     assert groups.resolve(["job-1"]) == ([first, second], ())
@@ -106,7 +111,7 @@ def test_ids_of_trajectories_and_groups_are_resolved_each_once() -> None:
 def test_groups_are_coming_until_they_are_taken() -> None:
     groups = Groups()
     for name in "ab":
-        end(groups, *groups.add(submission(name), now=0.0))
+        end(groups, *add(groups, submission(name)))
     assert (groups.coming, groups.complete) == (2, 2)
     groups.take(1, "call")
     assert (groups.coming, groups.complete) == (1, 1)
@@ -114,8 +119,8 @@ def test_groups_are_coming_until_they_are_taken() -> None:
 
 def test_held_members_are_counted_once_for_their_group() -> None:
     groups = Groups()
-    first, second = groups.add(submission("a", n=2), now=0.0)
-    groups.add(submission("b"), now=0.0)
+    first, second = add(groups, submission("a", n=2))
+    add(groups, submission("b"))
     for record in (first, first, second):
         groups.hold(record)
     assert groups.coming == 1
@@ -129,7 +134,7 @@ def test_held_members_are_counted_once_for_their_group() -> None:
 def test_looking_for_what_is_new_adds_nothing() -> None:
     groups = Groups()
     a, b = submission("a"), submission("b")
-    groups.add(a, now=0.0)
+    add(groups, a)
     assert groups.check([a, b]) == [b]
     assert groups.check([a, b]) == [b]
     assert [record.group_id for record in groups.records()] == ["a"]

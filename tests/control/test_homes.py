@@ -165,14 +165,16 @@ def test_what_is_gone_from_the_worker_has_no_home_and_goes_anywhere() -> None:
 
 
 @ON_WORKER
-def test_the_pools_image_is_let_go_of_once_it_is_kept_on_the_worker(where: Keep) -> None:
+@pytest.mark.parametrize("kv", [7, 8])
+def test_the_pools_image_is_let_go_of_once_it_is_kept_on_the_worker_unless_that_has_more(where: Keep, kv: int) -> None:
+    """An older one spares bytes the next time, and tokens if what is kept is evicted."""
     scene = resumed()
     scene.report(W1, admitted(epoch=2, restored=7), sampled(epoch=2, offset=3))
     scene.abort(keep=where)
-    assert scene.report(W1, parked(epoch=2, kv=8)) == [keep_there(where, epoch=2)]
+    assert scene.report(W1, parked(epoch=2, kv=kv)) == [keep_there(where, epoch=2)]
     assert scene.retained
-    assert scene.report(W1, moved(epoch=2, where=where, kv=8)) == [retain()]
-    assert scene.record().pooled.image is None
+    assert scene.report(W1, moved(epoch=2, where=where, kv=kv)) == [retain("a", "b") if kv == 8 else retain()]
+    assert scene.record().pooled.image == (image(7, "a", "b") if kv == 8 else None)
 
 
 @pytest.mark.parametrize("kv", [0, 7])
@@ -195,10 +197,10 @@ def test_what_stopped_with_less_than_its_image_does_not_cost_the_image(where: Ke
     commands = scene.report(W1, parked(epoch=2, kv=kv))
     assert commands[0] == release(epoch=2)
     start = only_start(commands).assignment
-    assert (start.image, start.slice_tokens, start.epoch) == (image(7, "a", "b"), 5, 3)
+    assert (start.image, start.watch.slice_tokens, start.epoch) == (image(7, "a", "b"), 5, 3)
     scene.abort(keep=where)
     promotion = only_start(scene.report(W1, parked(epoch=3, kv=kv))).assignment
-    assert (promotion.image, promotion.slice_tokens, promotion.epoch) == (image(7, "a", "b"), 0, 4)
+    assert (promotion.image, promotion.watch.slice_tokens, promotion.epoch) == (image(7, "a", "b"), 0, 4)
     scene.report(W1, parked(epoch=4, kv=kv))
     assert scene.phase() is Phase.SUSPENDED, "one try"
     assert scene.record().pooled.image == image(7, "a", "b")

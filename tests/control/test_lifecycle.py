@@ -51,7 +51,7 @@ def test_whatever_is_not_over_may_end_or_fail_and_never_stays(phase: Phase) -> N
 
 ILLEGAL = [
     *itertools.product(OVER, Phase),
-    *itertools.product(set(Phase) - {Phase.QUEUED}, {Phase.RESTORING}),
+    *itertools.product(set(Phase) - {Phase.QUEUED, Phase.PAUSED}, {Phase.RESTORING}),
     *itertools.product({Phase.QUEUED, Phase.SUSPENDED, Phase.SUSPENDING}, {Phase.DECODING, Phase.PREEMPTED}),
     *itertools.product(ON_WORKER, {Phase.SUSPENDED}),
     (Phase.QUEUED, Phase.SUSPENDING),

@@ -75,7 +75,7 @@ def promoting(keep: Keep = Keep.HOST, **options: object) -> Scene:
     """A scene in which `T` is held with an image in a and b, and was started on w1 as epoch 2 for that alone."""
     scene = suspended(worker_count=1, **options)
     start = only_start(scene.abort(keep=keep))
-    assert (start.worker, start.assignment.epoch, start.assignment.slice_tokens) == (W1, 2, 0)
+    assert (start.worker, start.assignment.epoch, start.assignment.watch.slice_tokens) == (W1, 2, 0)
     return scene
 
 
@@ -177,7 +177,7 @@ def test_a_pooled_image_is_brought_to_a_worker_and_kept_there(where: Keep) -> No
     scene = suspended(worker_count=1)
     ticket, commands = scene.open_abort(keep=where)
     start = only_start(commands).assignment
-    assert (start.image, start.slice_tokens, start.epoch) == (image(7, "a", "b"), 0, 2)
+    assert (start.image, start.watch.slice_tokens, start.epoch) == (image(7, "a", "b"), 0, 2)
     assert (scene.phase(), ticket.done) == (Phase.RESTORING, False)
     assert scene.report(W1, admitted(epoch=2, restored=7)) == []
     assert scene.report(W1, parked(epoch=2, kv=7)) == [keep_there(where, epoch=2)]
@@ -219,7 +219,7 @@ def test_what_is_queued_with_its_image_in_the_pool_is_brought_to_a_worker_and_he
     assert (commands, ticket.done) == ([], False)
     (start,) = scene.report(W1, finished(scene.trajectories[1]))
     assert isinstance(start, Start)
-    assert start.assignment.slice_tokens == 0
+    assert start.assignment.watch.slice_tokens == 0
     scene.report(W1, parked(epoch=2, kv=7), moved(epoch=2, where=where))
     assert ticket.done
     assert scene.phase() is Phase.SUSPENDED
@@ -230,7 +230,7 @@ def test_a_promotion_waits_its_turn_and_its_group_is_held_meanwhile() -> None:
     assert scene.controller.coming_groups == 1, "the other one"
     (start,) = scene.report(W1, finished(scene.trajectories[1]))
     assert isinstance(start, Start)
-    assert start.assignment.slice_tokens == 0
+    assert start.assignment.watch.slice_tokens == 0
     assert scene.controller.coming_groups == 1
     scene.report(W1, parked(epoch=2, kv=7), moved(epoch=2, where=Keep.HOST))
     assert held(scene)
@@ -306,7 +306,7 @@ def test_a_resume_while_its_promotion_waits_makes_it_an_ordinary_start() -> None
     assert scene.controller.coming_groups == 2
     (start,) = scene.report(W1, finished(scene.trajectories[1]))
     assert isinstance(start, Start)
-    assert (start.assignment.slice_tokens, start.assignment.image) == (None, image(7, "a", "b"))
+    assert (start.assignment.watch.slice_tokens, start.assignment.image) == (None, image(7, "a", "b"))
     assert scene.controller.counters.resumes == 1
 
 
@@ -317,7 +317,7 @@ def test_a_resume_while_a_worker_gets_its_kv_goes_on_there() -> None:
     assert scene.report(W1, parked(epoch=2, kv=7)) == [keep_there(Keep.HOST, epoch=2)]
     commands = scene.report(W1, moved(epoch=2, where=Keep.HOST))
     start = only_start(commands)
-    assert (start.worker, start.assignment.epoch, start.assignment.slice_tokens) == (W1, 3, 5)
+    assert (start.worker, start.assignment.epoch, start.assignment.watch.slice_tokens) == (W1, 3, 5)
 
 
 # Another abort meanwhile --------------------------------------------------------------------------
@@ -357,7 +357,7 @@ def test_an_abort_during_an_export_that_wants_it_on_a_worker_has_it_brought_back
     assert scene.abort(keep=where) == []
     commands = scene.handle(exported(image(7, "a")))
     assert commands[:2] == [release(), retain("a")]
-    assert only_start(commands).assignment.slice_tokens == 0
+    assert only_start(commands).assignment.watch.slice_tokens == 0
 
 
 @ON_WORKER
@@ -388,7 +388,7 @@ def test_a_promotion_that_was_stopped_and_is_wanted_after_all_is_tried_again() -
     scene.abort(keep=Keep.DEVICE)
     commands = scene.report(W1, parked(epoch=2, kv=0))
     assert commands[0] == release(epoch=2)
-    assert only_start(commands).assignment.slice_tokens == 0
+    assert only_start(commands).assignment.watch.slice_tokens == 0
 
 
 @pytest.mark.parametrize("keep", [Keep.POOL, Keep.NONE])
@@ -397,12 +397,18 @@ def test_an_abort_takes_effect_at_once_while_a_promotion_waits_for_room(keep: Ke
     scene = promotion_queued()
     ticket, commands = scene.open_abort(keep=keep, then=then)
     assert ticket.done
-    assert commands == [retain()] * (keep is Keep.NONE or then is Then.FINISH)
-    expected = {Then.HOLD: Phase.SUSPENDED, Then.FINISH: Phase.FINISHED, Then.REQUEUE: Phase.QUEUED}
+    assert commands == [retain()] * (keep is Keep.NONE or then not in (Then.HOLD, Then.REQUEUE))
+    expected = {
+        Then.HOLD: Phase.SUSPENDED,
+        Then.FINISH: Phase.FINISHED,
+        Then.DROP: Phase.DROPPED,
+        Then.REQUEUE: Phase.QUEUED,
+        Then.RETRY: Phase.QUEUED,
+    }
     assert scene.phase() is expected[then]
     assert scene.controller.coming_groups == (1 if then is Then.HOLD else 2)
     begun = starts(scene.report(W1, finished(scene.trajectories[1])))
-    assert begun == [(W1, T, 2)] * (then is Then.REQUEUE)
+    assert begun == [(W1, T, 2)] * (expected[then] is Phase.QUEUED)
 
 
 @pytest.mark.parametrize("begin", [keeping, at_home])
@@ -584,7 +590,7 @@ def test_a_running_one_whose_worker_is_lost_before_it_parks_is_brought_to_anothe
     scene.up(W2)
     scene.abort(keep=Keep.HOST)
     start = only_start(scene.down(W1))
-    assert (start.worker, start.assignment.slice_tokens, start.assignment.image) == (W2, 0, image(7, "a", "b"))
+    assert (start.worker, start.assignment.watch.slice_tokens, start.assignment.image) == (W2, 0, image(7, "a", "b"))
     assert scene.report(W2, parked(epoch=3, kv=7)) == [keep_there(Keep.HOST, W2, epoch=3)]
 
 

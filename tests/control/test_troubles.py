@@ -2,7 +2,7 @@
 
 import pytest
 
-from rollout.control.controller import MOST_LOSSES
+from rollout.control.membership import MOST_LOSSES
 from rollout.control.messages import Drop, WorkerDown
 from rollout.control.roster import TROUBLES
 from rollout.types import FinishReason, Image, NodeId, Phase, SegmentId, TrajectoryId

@@ -1,21 +1,21 @@
-"""Simulated workers and pools around a controller: they do what they are told, late, twice or not at all.
+"""Simulated workers, pools and drivers around a controller: they do what they are told, late, twice or not at all.
 
-Nothing here knows how the controller decides. Token i of a trajectory is a function of its name and i, so what a
-trajectory must hold in the end is known beforehand.
+Nothing here knows how the controller decides; the world keeps its own books of what was submitted, appended, handed
+out and given up.
 """
 
-import hashlib
 import itertools
+import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
+from typing import Any
 
+from rollout.config import AbortConfig, GroupsConfig, ResumeConfig, Stale
 from rollout.control.aborts import AbortTicket
-from rollout.control.controller import MOST_LOSSES, Controller
+from rollout.control.controller import Controller
 from rollout.control.messages import (
-    Admitted,
-    Assignment,
     Command,
     Displaced,
     Drop,
@@ -24,266 +24,55 @@ from rollout.control.messages import (
     Export,
     Exported,
     ExportFailed,
-    Finished,
     Freed,
     KeepThere,
     Moved,
-    Parked,
-    Preempted,
+    PoolRoom,
     Recall,
     Recalled,
     Release,
-    RestoreFailed,
     Retain,
-    Sampled,
+    Retire,
     Start,
-    Stop,
+    Tick,
+    WeightsLive,
     WorkerDown,
-    WorkerEvent,
     WorkerReport,
     WorkerUp,
 )
 from rollout.control.records import Record, Submission, Transfer
+from rollout.errors import NotExtendableError, PromptTooLongError, UnknownWorkerError
 from rollout.types import (
-    Columns,
-    FinishReason,
+    AbortReason,
     GroupId,
     Image,
     Keep,
     NodeId,
     Phase,
+    Priority,
     SamplingParams,
     SegmentId,
     SegmentRun,
     SequenceKey,
     Then,
-    Trajectory,
     TrajectoryId,
     Turn,
     Version,
     WorkerId,
 )
+from tests.control.books import Books
+from tests.control.process import PAGE, FakeWorker, ToWorker, left_by
 
-PAGE = 4
-CONTEXT = 99
+CONTEXT = 48
 WORKERS = {WorkerId("w1"): NodeId("n1"), WorkerId("w2"): NodeId("n1"), WorkerId("w3"): NodeId("n2")}
+MORE_WORKERS = {WorkerId("w4"): NodeId("n2"), WorkerId("w5"): NodeId("n1")}
+"""That may be added."""
+NODES = WORKERS | MORE_WORKERS
 PATIENCE = 5000
 """Rounds in which everything must be over once the faults have stopped."""
-
-
-def token(trajectory: TrajectoryId, index: int) -> int:
-    return hashlib.blake2b(f"{trajectory} {index}".encode(), digest_size=1).digest()[0]
-
-
-def stops(value: int) -> bool:
-    return value % 32 == 0
-
-
-def full_output(trajectory: TrajectoryId, budget: int) -> tuple[tuple[int, ...], FinishReason]:
-    """What a trajectory holds when it was left to run to its end."""
-    ids: list[int] = []
-    while len(ids) < budget:
-        ids.append(token(trajectory, len(ids)))
-        if stops(ids[-1]):
-            return tuple(ids), FinishReason.STOP
-    return tuple(ids), FinishReason.LENGTH
-
-
-class Task:
-    """An assignment on a worker."""
-
-    def __init__(self, assignment: Assignment) -> None:
-        self.assignment = assignment
-        self.known = len(assignment.output)
-        self.sampled = 0
-        self.kv = 0
-        self.image = assignment.image
-        self.admitted = False
-
-    @property
-    def key(self) -> SequenceKey:
-        return (self.assignment.trajectory_id, self.assignment.epoch)
-
-
-@dataclass(slots=True, kw_only=True)
-class Left:
-    """What a sequence left on a worker when it stopped."""
-
-    kv: int
-    prompt_tokens: int
-    tier: Keep = Keep.DEVICE
-    pinned: bool = True
-    """To be exported or moved: nothing evicts it."""
-    moving: Keep | None = None
-    """Where it is on its way to."""
-
-
-ToWorker = Start | Stop | Release | KeepThere | Recall
-
-
-class FakeWorker:
-    """One process. It may be stepped with any luck; `None` is the best: nothing goes wrong and all progress."""
-
-    def __init__(self, incarnation: str) -> None:
-        self.incarnation = incarnation
-        self.inbox: deque[ToWorker] = deque()
-        self.outbox: list[WorkerEvent] = []
-        self.tasks: dict[SequenceKey, Task] = {}
-        self.left: dict[SequenceKey, Left] = {}
-
-    @property
-    def parked(self) -> dict[SequenceKey, int]:
-        """KV tokens of each image that can be exported."""
-        return {key: left.kv for key, left in self.left.items() if left.pinned and left.moving is None}
-
-    def left_by(self, t: TrajectoryId) -> set[SequenceKey]:
-        """What a trajectory has here that no command in the inbox gives up."""
-        given_up = {(order.trajectory_id, order.epoch) for order in self.inbox if isinstance(order, Release)}
-        return {key for key in self.left if key[0] == t} - given_up
-
-    def step(self, luck: Random | None, restorable: "set[SegmentId]") -> None:
-        while self.inbox and (luck is None or luck.random() < 0.8):
-            self._obey(self.inbox.popleft(), luck)
-        for key, left in list(self.left.items()):
-            self._pass_time(key, left, luck)
-        for task in list(self.tasks.values()):
-            if luck is None or luck.random() < 0.8:
-                self._advance(task, luck, restorable)
-
-    def _obey(self, command: ToWorker, luck: Random | None) -> None:
-        match command:
-            case Start(assignment=assignment):
-                task = Task(assignment)
-                assert task.key not in self.tasks
-                self.tasks[task.key] = task
-            case Stop(trajectory_id=t, epoch=epoch):
-                if (t, epoch) in self.tasks:
-                    self._park(self.tasks[t, epoch])
-            case Release(trajectory_id=t, epoch=epoch):
-                if (t, epoch) in self.left:
-                    self._free((t, epoch))
-            case KeepThere(trajectory_id=t, epoch=epoch, where=where):
-                self._keep((t, epoch), where, luck)
-            case Recall(trajectory_id=t, epoch=epoch):
-                left = self.left.get((t, epoch), Left(kv=0, prompt_tokens=0))
-                left.pinned = True
-                self._tell_parked((t, epoch), left, Recalled)
-
-    def _keep(self, key: SequenceKey, where: Keep, luck: Random | None) -> None:
-        left = self.left.get(key)
-        if left is None:
-            gone = Moved(trajectory_id=key[0], epoch=key[1], where=Keep.DEVICE, kv_tokens=0, error="it is gone")
-            self.outbox.append(gone)
-            return
-        assert left.pinned, "kept where it is not pinned"
-        assert left.moving is None, "moved during a move"
-        left.moving = where
-        if left.tier is where or (luck is not None and luck.random() < 0.3):
-            self._tell_moved(key, left, ok=left.tier is where)
-
-    def _pass_time(self, key: SequenceKey, left: Left, luck: Random | None) -> None:
-        """Moves end; what is kept on the device is evicted; a pinned image that nobody wants is given up."""
-        if left.moving is not None:
-            if luck is None or luck.random() < 0.5:
-                self._tell_moved(key, left, ok=luck is None or luck.random() < 0.8)
-        elif luck is not None and left.pinned and luck.random() < 0.01:
-            self._free(key)
-        elif luck is not None and not left.pinned and left.tier is Keep.DEVICE and luck.random() < 0.1:
-            left.kv = luck.randrange(left.kv + 1)
-
-    def _tell_moved(self, key: SequenceKey, left: Left, *, ok: bool) -> None:
-        assert left.moving is not None
-        left.tier = left.moving if ok else left.tier
-        left.moving, left.pinned = None, False
-        error = None if ok else "no room"
-        self.outbox.append(
-            Moved(trajectory_id=key[0], epoch=key[1], where=left.tier, kv_tokens=left.kv, error=error),
-        )
-
-    def _free(self, key: SequenceKey) -> None:
-        pages = -(-self.left.pop(key).kv // PAGE)
-        self.outbox.append(Freed(trajectory_id=key[0], epoch=key[1], exclusive_pages=pages, freed_pages=pages))
-
-    def _home_of(self, task: Task) -> SequenceKey | None:
-        """What the trajectory left here last, if nothing is under way with it."""
-        keys = [key for key in self.left if key[0] == task.key[0]]
-        last = max(keys, default=None)
-        return last if last is not None and not self.left[last].pinned else None
-
-    def _advance(self, task: Task, luck: Random | None, restorable: set[SegmentId]) -> None:
-        t, epoch = task.key
-        prompt = len(task.assignment.prompt_ids)
-        if not task.admitted:
-            home = self._home_of(task)
-            here = self.left[home].kv if home is not None else 0
-            image = task.image if task.image is not None and task.image.kv_tokens > here else None
-            restored = image.kv_tokens - here if image is not None else 0
-            lost = image is not None and not {run.segment for run in image.runs} <= restorable
-            if image is not None and (lost or (luck is not None and luck.random() < 0.2)):
-                run = luck.choice([None, *image.runs]) if luck is not None else None
-                blamed = (run.node, run.segment) if run is not None else (None, None)
-                failure = RestoreFailed(
-                    trajectory_id=t, epoch=epoch, error="damaged", node=blamed[0], segment=blamed[1]
-                )
-                self.outbox.append(failure)
-                task.image = None
-                return
-            on_host = home is not None and self.left.pop(home).tier is Keep.HOST
-            task.admitted = True
-            task.kv = here + restored
-            self.outbox.append(
-                Admitted(
-                    trajectory_id=t,
-                    epoch=epoch,
-                    cached_tokens=0 if on_host else here,
-                    loaded_tokens=here if on_host else 0,
-                    restored_tokens=restored,
-                    recomputed_tokens=max(0, task.assignment.kv_tokens - task.kv),
-                )
-            )
-        elif luck is not None and luck.random() < 0.1:
-            task.admitted = False
-            task.kv = 0
-            self.outbox.append(Preempted(trajectory_id=t, epoch=epoch))
-        elif task.assignment.slice_tokens == 0:
-            self._park(task)
-        else:
-            value = token(t, task.known)
-            news = Columns([value], [-value / 256], [Version(epoch)])
-            self.outbox.append(Sampled(trajectory_id=t, epoch=epoch, offset=task.known, columns=news))
-            task.kv = prompt + task.known
-            task.known += 1
-            task.sampled += 1
-            budget = task.assignment.sampling.max_new_tokens
-            assert task.known <= budget
-            if stops(value) or task.known == budget:
-                reason = FinishReason.STOP if stops(value) else FinishReason.LENGTH
-                del self.tasks[task.key]
-                self.outbox.append(Finished(trajectory_id=t, epoch=epoch, reason=reason))
-            elif task.sampled == task.assignment.slice_tokens:
-                self._park(task)
-
-    def _park(self, task: Task) -> None:
-        """What it computed is pinned; so is, if it was never admitted, what it left here before."""
-        del self.tasks[task.key]
-        home = self._home_of(task) if not task.admitted else None
-        left = Left(kv=task.kv, prompt_tokens=len(task.assignment.prompt_ids))
-        if home is not None:
-            left = self.left.pop(home)
-            left.pinned = True
-        self.left[task.key] = left
-        self._tell_parked(task.key, left, Parked)
-
-    def _tell_parked(self, key: SequenceKey, left: Left, kind: type[Parked]) -> None:
-        self.outbox.append(
-            kind(
-                trajectory_id=key[0],
-                epoch=key[1],
-                kv_tokens=left.kv,
-                prompt_pages=min(left.kv, left.prompt_tokens) // PAGE,
-                page_keys=tuple(f"{key[0]} {i}".encode() for i in range(left.kv // PAGE)),
-            )
-        )
+FINALITY = {Then.REQUEUE: 0, Then.HOLD: 1, Then.RETRY: 2, Then.FINISH: 2, Then.DROP: 2}
+MOST_EXTENSIONS = 3
+"""Of one trajectory in the end, before it is told to finish."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -297,21 +86,44 @@ class Site:
     """The incarnation that commands are addressed to."""
     gone: bool = False
     """For good."""
+    retired: bool = False
+
+    @property
+    def addressed(self) -> FakeWorker | None:
+        """The process that commands reach."""
+        process = self.process
+        return process if process is not None and process.incarnation == self.believed else None
 
 
 class World:
     """The controller, and everything that it can only see by events."""
 
-    def __init__(self, *, slice_tokens: int | None, keep: Keep, prefer_other: bool, room: int) -> None:
+    def __init__(
+        self,
+        *,
+        room: int,
+        abort: AbortConfig,
+        resume: ResumeConfig,
+        groups: GroupsConfig,
+    ) -> None:
         self.controller = Controller(
-            workers=len(WORKERS),
-            max_context=CONTEXT,
-            slice_tokens=slice_tokens,
-            keep=keep,
-            prefer_other=prefer_other,
+            workers=len(WORKERS), max_context=CONTEXT, abort=abort, resume=resume, groups=groups
         )
+        self.policies = {policy.kind: policy for policy in abort.policies}
+        self.max_resumes = resume.max_resumes
+        self.books = Books(abort, groups, CONTEXT)
         self.now = 0.0
+        self.version = Version(0)
         self.room = room
+        self.paused = False
+        self.begun: set[GroupId] = set()
+        """Of which a member was started."""
+        self.window: int | None = None
+        """Most groups that a collection may have under way."""
+        self.fires_at: int | None = None
+        """Complete groups with which a collection is over."""
+        self.collected = False
+        """A collection has come to its end."""
         self.sites = {worker: Site() for worker in WORKERS}
         self.processes = itertools.count(1)
         self.held: defaultdict[tuple[NodeId, TrajectoryId], set[SegmentId]] = defaultdict(set)
@@ -345,68 +157,153 @@ class World:
         self.to_hold: set[TrajectoryId] = set()
         """Those that drivers want to be suspended until they say otherwise."""
         self.holding: set[TrajectoryId] = set()
-        """Those that have been since."""
-        self.delivered: list[Trajectory] = []
-        self.returned: list[Trajectory] = []
-        """Handed out to nobody: to be handed out again."""
+        """Those that wait for a command."""
+        self.retries: Counter[TrajectoryId] = Counter()
+        self.extensions: list[tuple[TrajectoryId, tuple[int, ...], str]] = []
         self.calls = 0
         self.tickets: list[AbortTicket] = []
-        self.budgets: dict[TrajectoryId, int] = {}
-        self.ended_by_abort: set[TrajectoryId] = set()
-        """Asked to end before their time; they may have completed all the same."""
         self.history: list[WorkerReport] = []
 
     # What the driver does -----------------------------------------------------------------------------
 
-    def submit(self, *, n: int, budget: int) -> None:
-        group = GroupId(f"job-{len(self.budgets)}")
-        self.budgets |= {TrajectoryId(f"{group}/{i}"): budget for i in range(n)}
-        self.now += 1
-        submission = Submission(
-            group_id=group,
-            prompt_ids=tuple(range(PAGE + 1)),
-            sampling=SamplingParams(max_new_tokens=budget),
-            seeds=tuple(range(n)),
-        )
-        self.carry_out(self.controller.submit([submission], self.now))
+    def submit(self, *, n: int, budget: int, groups: int = 1, twice: bool = False, **options: Any) -> None:
+        """`groups` groups in one call."""
+        submissions = []
+        for _ in range(groups):
+            number = len(self.books.members)
+            submissions.append(
+                Submission(
+                    group_id=GroupId(f"job-{number}"),
+                    prompt_ids=tuple(range(PAGE + 1)),
+                    sampling=tuple(SamplingParams(max_new_tokens=budget + i % 2) for i in range(n)),
+                    seeds=tuple(range(number, number + n)),
+                    **options,
+                )
+            )
+            self.books.add(submissions[-1])
+        assert self.controller.new_trajectories(submissions) == n * groups
+        for _ in range(1 + twice):
+            self.now += 1
+            self.carry_out(self.controller.submit(submissions, self.now))
+            assert not self.controller.resolve([each.group_id for each in submissions])[1]
 
     def abort(self, ids: Sequence[TrajectoryId], keep: Keep, then: Then) -> None:
-        if then is Then.FINISH:
-            self.ended_by_abort |= set(ids)
+        self.books.asked[then] |= set(ids)
         self.to_hold -= set(ids)
-        self.holding -= set(ids) if then is not Then.HOLD else set()
         self.to_hold |= set(ids) if then is Then.HOLD else set()
         self.now += 1
         ticket, commands = self.controller.abort(ids, keep, then, self.now)
         self.tickets.append(ticket)
         self.carry_out(commands)
 
-    def resume(self, ids: Sequence[TrajectoryId]) -> None:
-        self.to_hold -= set(ids)
-        self.holding -= set(ids)
+    def discard(self, ids: Sequence[TrajectoryId]) -> None:
         self.now += 1
-        _, commands = self.controller.resume(ids, self.now)
+        over = {record.trajectory_id for record in self.records if record.over}
+        report, commands = self.controller.discard(ids, self.now)
+        assert set(report.discarded) == set(ids) - over
+        self.books.discarded |= set(report.discarded)
         self.carry_out(commands)
 
-    def take(self, count: int) -> None:
-        self._take(count, self.delivered)
+    def resume(self, ids: Sequence[TrajectoryId]) -> None:
+        self.now += 1
+        report, commands = self.controller.resume(ids, self.now)
+        self.to_hold -= set(report.resumed)
+        self.carry_out(commands)
+
+    def extend(self, t: TrajectoryId, count: int) -> None:
+        """Tokens that no worker samples; refused where they do not fit or it runs."""
+        (record,) = self.controller.resolve([t])[0]
+        seed, before = record.seed, record.snapshot()
+        ids = tuple(1000 + len(before.output_ids) + i for i in range(count))
+        call = f"extension {len(self.extensions)}"
+        self.now += 1
+        try:
+            commands = self.controller.extend(t, ids, call, self.now)
+        except (NotExtendableError, PromptTooLongError):
+            assert record.snapshot() == before
+            return
+        self.extensions.append((t, ids, call))
+        self.books.given[t, seed].update({len(before.output_ids) + i: value for i, value in enumerate(ids)})
+        self.to_hold.discard(t)
+        self.carry_out(commands)
+
+    def extend_again(self, number: int) -> None:
+        """A call that was heard is made once more; nothing comes of it."""
+        t, ids, call = self.extensions[number % len(self.extensions)]
+        if not self.controller.resolve([t])[1]:
+            assert self.controller.extend(t, ids, call, self.now) == []
+
+    def take(self, count: int, *, arrives: bool = True) -> None:
+        self.calls += 1
+        call = f"call {self.calls}"
+        self.books.take(self.controller.take(count, call), call)
+        if arrives:
+            self.arrive()
+
+    def arrive(self) -> None:
+        """All that was handed out is known to have arrived."""
+        calls = sorted(self.books.under_way)
+        self.controller.settle_calls(arrived=calls, abandoned=())
+        self.books.arrive(calls)
 
     def take_in_vain(self, count: int, *, told_first: bool) -> None:
         """Nobody gets the answer; the controller hears that before it hands out, or after."""
+        call = f"call {self.calls + 1}"
         if told_first:
-            self.controller.settle_calls(arrived=(), abandoned=[f"call {self.calls + 1}"])
-        handed = self._take(count, self.returned)
-        assert not (handed and told_first)
+            self.controller.settle_calls(arrived=(), abandoned=[call])
+        self.take(count, arrives=False)
+        assert not (told_first and call in self.books.under_way)
         if not told_first:
-            self.controller.settle_calls(arrived=(), abandoned=[f"call {self.calls}"])
+            self.controller.settle_calls(arrived=(), abandoned=[call])
+            self.books.abandon(call)
 
-    def _take(self, count: int, into: list[Trajectory]) -> int:
-        self.calls += 1
-        deliveries = self.controller.take(count, f"call {self.calls}")
-        handed = [trajectory for delivery in deliveries for trajectory in delivery.trajectories]
-        self.returned = [trajectory for trajectory in self.returned if trajectory not in handed]
-        (self.returned if into is not self.delivered else self.delivered).extend(handed)
-        return len(deliveries)
+    def begin_collection(self, wanted: int, over_sample: float, *, fires: bool) -> None:
+        self.now += 1
+        self.window = math.ceil(wanted * (1 + over_sample))
+        self.fires_at = wanted if fires else None
+        self.collected |= fires
+        self.carry_out(self.controller.begin_collection(wanted, over_sample, fires=fires, now=self.now))
+
+    def reject(self, groups: int) -> None:
+        self.now += 1
+        if self.window is not None:
+            self.window += groups
+        self.carry_out(self.controller.reject(groups, self.now))
+
+    def end_collection(self) -> None:
+        self.now += 1
+        self.window = self.fires_at = None
+        self.collected = True
+        self.carry_out(self.controller.end_collection(self.now))
+
+    def pause(self) -> None:
+        self.now += 1
+        self.paused = True
+        self.carry_out(self.controller.pause(self.now))
+
+    def unpause(self) -> None:
+        self.now += 1
+        self.paused = False
+        self.carry_out(self.controller.unpause(self.now))
+
+    def drain(self, worker: WorkerId) -> None:
+        self.now += 1
+        in_service = {each.worker_id for each in self.controller._fleet.workers if not each.draining}
+        try:
+            _, commands = self.controller.drain(worker, self.now)
+        except UnknownWorkerError:
+            assert not (in_service - {worker}) or self.sites[worker].believed is None
+            return
+        assert in_service - {worker}, "no worker would be left"
+        self.carry_out(commands)
+
+    def add_worker(self) -> None:
+        """One more than there were."""
+        worker = next((name for name in MORE_WORKERS if name not in self.sites), None)
+        if worker is not None:
+            self.sites[worker] = Site()
+            self.controller.expect_workers(1)
+            self.boot(worker)
 
     @property
     def records(self) -> list[Record]:
@@ -421,6 +318,7 @@ class World:
         return commands
 
     def carry_out(self, commands: Sequence[Command]) -> None:
+        begun = set(self.begun)
         for command in commands:
             match command:
                 case Retain(node=node, trajectory_id=t, segments=segments):
@@ -435,12 +333,48 @@ class World:
                     number = next(self.orders)
                     self.exports.append((number, command, self.sites[worker].believed))
                     self.unanswered[number] = (command.trajectory_id, command.epoch)
+                case Retire(worker=worker):
+                    self._retire(worker)
                 case _:
                     self._address(command)
         for record in self.records:
-            if record.phase is Phase.SUSPENDED:
-                assert record.trajectory_id in self.to_hold, "suspended though nobody asked for that"
-                self.holding.add(record.trajectory_id)
+            self._note_hold(record)
+        self._check_window(begun)
+
+    def _note_hold(self, record: Record) -> None:
+        """Who waits for a command, and was asked to; who runs does not."""
+        t = record.trajectory_id
+        retries = sum(attempt.error is None for attempt in record.attempts)
+        if retries > self.retries[t]:
+            self.retries[t] = retries
+            self.to_hold.discard(t)  # whoever said that it begins again
+        queued = record.phase is Phase.QUEUED and record.intent is None
+        if (record.on_worker and not record.promoting) or queued or record.over:
+            self.holding.discard(t)
+        elif record.phase is Phase.SUSPENDED:
+            assert t in self.to_hold or self._may_hold(record), "suspended though nobody asked for that"
+            self.holding.add(t)
+        elif record.intent is not None and record.intent.then is not Then.HOLD:
+            self.holding.discard(t)
+
+    def _may_hold(self, record: Record) -> bool:
+        if record.ended_turn:
+            return record.group.submission.multi_turn
+        if (record.intent.reason if record.intent is not None else record.abort_reason) is AbortReason.QUOTA:
+            return self.collected
+        return any(Then(policy.then) is Then.HOLD for policy in self.policies.values())
+
+    def _retire(self, worker: WorkerId) -> None:
+        """Its process ends: nothing may be left on it, or be under way from it."""
+        site = self.sites[worker]
+        assert not site.retired, "retired twice"
+        if (process := site.addressed) is not None:
+            assert not process.tasks, "retired while it ran something"
+            assert not process.left_for_good, "retired while something was kept there"
+            exporting = {(order.trajectory_id, order.epoch) for _, order, told in self.exports if told == site.believed}
+            assert not exporting - self.late, "retired during an export"
+        site.retired = site.gone = True
+        site.process = site.believed = None
 
     def _address(self, command: ToWorker) -> None:
         site = self.sites[command.worker]
@@ -449,6 +383,7 @@ class World:
                 key = (assignment.trajectory_id, assignment.epoch)
                 assert key not in self.started
                 assert site.believed is not None, "started on a worker that is down"
+                assert not self.paused, "started during a pause"
                 self.started[key] = site.believed
                 self._check_start(key[0], command)
                 wanted = {run.segment for run in assignment.image.runs} if assignment.image is not None else set()
@@ -472,19 +407,35 @@ class World:
                 assert self.kept.get(t) == (t, epoch), "recalled though it was not kept"
                 assert (t, epoch) not in self.released_by_pool, "recalled after its release"
                 assert self.started[t, epoch] == site.believed, "recalled from another worker than it was left on"
-        if site.process is not None and site.process.incarnation == site.believed:
-            site.process.inbox.append(command)
+        if site.addressed is not None:
+            site.addressed.inbox.append(command)
 
     def _check_start(self, t: TrajectoryId, start: Start) -> None:
-        """It starts where it is at home, if anywhere; what is held starts for its KV only, and nothing else does."""
+        """What it has on another worker is given up; what is held starts for its KV only, and nothing else does."""
         for worker, site in self.sites.items():
-            if site.process is not None and site.process.incarnation == site.believed and worker != start.worker:
-                assert not site.process.left_by(t), "started elsewhere than where its KV is kept"
+            if site.addressed is not None and worker != start.worker:
+                assert not left_by(site.addressed, t), "started elsewhere than where its KV is kept"
         if (home := self.kept.pop(t, None)) is not None:
             self.used.add(home)
-        promoted = start.assignment.slice_tokens == 0
-        assert promoted == (t in self.to_hold), "started though it is held" if not promoted else "not started to run"
+        (record,) = self.controller.resolve([t])[0]
+        promoted = start.assignment.watch.slice_tokens == 0
         self.promotions += promoted
+        if promoted:
+            assert t in self.to_hold or self._may_hold(record), "not started to run"
+            return
+        retries = sum(attempt.error is None for attempt in record.attempts)
+        assert t not in self.to_hold or retries > self.retries[t], "started though it is held"
+        self.begun.add(record.group_id)
+
+    def _check_window(self, before: set[GroupId]) -> None:
+        """A collection begins no more groups than it may have under way, until it is over."""
+        if self.fires_at is not None and self.controller.complete_groups >= self.fires_at:
+            self.window = self.fires_at = None
+        records = [record for record in self.records if record.priority is Priority.TRAIN]
+        begun = {record.group_id for record in records} & (self.begun - before)
+        held = {r.group_id for r in records if r.trajectory_id in self.holding}
+        under_way = {r.group_id for r in records if r.group_id in self.begun and not r.group.over} - held
+        assert not begun or self.window is None or len(under_way) <= self.window
 
     @property
     def stored(self) -> set[SegmentId]:
@@ -495,9 +446,14 @@ class World:
     def boot(self, worker: WorkerId) -> None:
         """A process starts; the controller will hear of it."""
         site = self.sites[worker]
-        site.process = FakeWorker(f"{worker} process {next(self.processes)}")
-        up = WorkerUp(worker=worker, node=WORKERS[worker], incarnation=site.process.incarnation, max_running=self.room)
+        site.process = FakeWorker(f"{worker} process {next(self.processes)}", self.sample)
+        up = WorkerUp(worker=worker, node=NODES[worker], incarnation=site.process.incarnation, max_running=self.room)
         site.notices.append(up)
+
+    def sample(self, seed: int, index: int) -> Version:
+        """The version that samples a token."""
+        self.books.versions[seed, index].add(self.version)
+        return self.version
 
     def kill(self, worker: WorkerId, *, silent: bool, final: bool, last_words: bool) -> None:
         """A process dies, with what it had not sent unless `last_words`; if `silent`, only its successor tells."""
@@ -521,17 +477,17 @@ class World:
         site = self.sites[worker]
         if site.notices:
             event = site.notices.popleft()
-            site.believed = event.incarnation if isinstance(event, WorkerUp) else None
+            site.believed = event.incarnation if isinstance(event, WorkerUp) and not site.retired else None
             self.handle(event)
             if twice:
                 self.handle(event)
 
     def live(self, luck: Random) -> None:
         """Time passes: workers run and mostly tell, pools export and mostly answer."""
-        for worker in WORKERS:
+        for worker in self.sites:
             self.step(worker, luck)
             if luck.random() < 0.7:
-                self.post(worker)
+                self.post(worker, luck)
             if luck.random() < 0.7:
                 self.relay(worker, twice=luck.random() < 0.1)
             if luck.random() < 0.3:
@@ -542,18 +498,60 @@ class World:
             self.answer(
                 luck.randrange(99), twice=luck.random() < 0.1, timed_out=luck.random() < 0.1, lost=luck.random() < 0.5
             )
+        if luck.random() < 0.2:
+            self.wait(luck.randrange(6))
+        if luck.random() < 0.2:
+            room = PoolRoom(
+                node=luck.choice([*NODES.values()]), free_bytes=luck.choice([0, 99, 9999]), budget_bytes=9999
+            )
+            self.handle(room)
+
+    def wait(self, seconds: float) -> None:
+        """Time passes, and the controller looks at the clock."""
+        self.now += seconds
+        self.handle(Tick())
+
+    def update(self) -> None:
+        """Other weights; whoever is too stale then is stopped or was."""
+        self.version = Version(self.version + 1)
+        self.handle(WeightsLive(version=self.version))
+        policy = self.policies.get("stale")
+        for record in self.records if isinstance(policy, Stale) else ():
+            if not record.over and self._is_stale(record, policy) and self._policies_stop(record, policy):
+                self._check_stopped(record, Then(policy.then))
+
+    def _is_stale(self, record: Record, policy: Stale) -> bool:
+        ages = [self.version - version for version in record.columns.versions if version is not None]
+        old = sum(age >= policy.age for age in ages)
+        behind = policy.behind is not None and max(ages, default=0) >= policy.behind
+        return bool(ages) and (behind or (policy.share is not None and old > policy.share * len(ages)))
+
+    def _policies_stop(self, record: Record, policy: Stale) -> bool:
+        waits = Then(policy.then) in (Then.REQUEUE, Then.HOLD, Then.RETRY)
+        return not waits or self.max_resumes is None or len(record.resumes) < self.max_resumes
+
+    def _check_stopped(self, record: Record, then: Then) -> None:
+        """It does not run on: it is stopped for this, or for something that is as final."""
+        if record.intent is not None:
+            assert FINALITY[record.intent.then] >= FINALITY[then], "stale, and it only waits"
+        else:
+            assert not record.on_worker, "stale, and it runs on"
+            assert FINALITY[then] <= FINALITY[Then.HOLD], "stale, and it waits"
+            assert then is Then.REQUEUE or record.phase is Phase.SUSPENDED
 
     def step(self, worker: WorkerId, luck: Random | None) -> None:
         process = self.sites[worker].process
         if process is not None:
             process.step(luck, self.stored)
 
-    def post(self, worker: WorkerId) -> None:
-        """A worker sends what happened; it is under way from now on."""
+    def post(self, worker: WorkerId, luck: Random | None = None) -> None:
+        """A worker sends what happened, and, with luck, what it measured; it is under way from now on."""
         site = self.sites[worker]
-        if site.process is not None and site.process.outbox:
+        facts = site.process.facts(luck) if luck is not None and site.process and luck.random() < 0.3 else None
+        if site.process is not None and (site.process.outbox or facts is not None):
             events, site.process.outbox = tuple(site.process.outbox), []
-            site.mail.append(WorkerReport(worker=worker, incarnation=site.process.incarnation, events=events))
+            report = WorkerReport(worker=worker, incarnation=site.process.incarnation, events=events, facts=facts)
+            site.mail.append(report)
 
     def relay(self, worker: WorkerId, *, twice: bool = False) -> None:
         """The next report of a worker arrives."""
@@ -567,6 +565,7 @@ class World:
 
     def repeat(self, number: int) -> None:
         """Events of epochs that are over arrive once more; nothing comes of it."""
+        self.handle(Tick())  # whatever is due by now
         report = self.history[number % len(self.history)]
         records = {record.trajectory_id: record for record in self.records}
         stale = []
@@ -581,8 +580,8 @@ class World:
                 stale.append(event)
         before = {t: record.snapshot() for t, record in records.items()}
         counters = self.controller.counters
-        commands = self.handle(WorkerReport(worker=report.worker, incarnation=report.incarnation, events=tuple(stale)))
-        assert commands == []
+        again = WorkerReport(worker=report.worker, incarnation=report.incarnation, events=tuple(stale))
+        assert self.controller.handle(again, self.now) == []
         assert {record.trajectory_id: record.snapshot() for record in self.records} == before
         assert self.controller.counters == counters
 
@@ -661,25 +660,25 @@ class World:
     # What must be true --------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """The invariants of the controller's docstring, and that no token is lost, made up or told twice."""
+        """The invariants of the controller's docstring, and what the books say."""
         records = self.records
         fleet = self.controller._fleet
         queued = [record for record in sorted(records, key=lambda record: record.order) if record.phase == "queued"]
-        assert fleet._returning == [record for record in queued if record.workers]
-        assert fleet._fresh == [record for record in queued if not record.workers]
-        running = {t: worker for worker in WORKERS if (seen := fleet.get(worker)) for t in seen.running}
+        assert list(fleet.queued) == sorted(queued, key=lambda record: record.priority is not Priority.EVAL)
+        running = {t: worker for worker in self.sites if (seen := fleet.get(worker)) for t in seen.running}
         assert running == {record.trajectory_id: record.worker for record in records if record.on_worker}
         assert all(count <= self.room for count in Counter(running.values()).values())
-        over = [trajectory.trajectory_id for trajectory in self.delivered + self.returned]
-        assert sorted([*over, *(record.trajectory_id for record in records)]) == sorted(self.budgets)
-        assert sum(self.controller.phases.values()) == len(records)
+        assert sum(self.controller.phases.values()) == len(records) == self.controller.outstanding
+        hopeless = self.settled and all(site.gone for site in self.sites.values())
         for record in records:
-            count = len(record.columns)
-            assert list(record.columns.ids) == [token(record.trajectory_id, i) for i in range(count)]
-            assert count <= self.budgets[record.trajectory_id]
-            assert record.phase != "queued" or any(not site.gone for site in self.sites.values()) or not self.settled
+            assert record.phase is not Phase.QUEUED or not hopeless, "it waits for a worker and there is none"
+            assert (record.phase is Phase.PAUSED) == (record.on_worker and self.paused)
             assert (record.transfer is not None) == (record.phase is Phase.SUSPENDING)
             assert record.home is None or record.phase in (Phase.QUEUED, Phase.SUSPENDED, Phase.SUSPENDING)
+        for site in self.sites.values():
+            if (process := site.addressed) is not None and not process.inbox:
+                assert process.paused == self.paused
+        self.books.check(records, self.controller.accounts())
         self._check_pools(records)
         self._check_holds(records)
 
@@ -690,10 +689,9 @@ class World:
 
     def _check_holds(self, records: list[Record]) -> None:
         """Groups with a held member are not coming, whatever is under way with its KV."""
-        held = {record.group_id for record in records if record.trajectory_id in self.holding and not record.over}
+        held = {record.group_id for record in records if record.trajectory_id in self.holding}
         groups = {record.group_id for record in records}
-        returned = {trajectory.group_id for trajectory in self.returned}
-        assert self.controller.coming_groups == len(groups) - len(held) + len(returned)
+        assert self.controller.coming_groups == len(groups) - len(held) + len(self.books.returned)
 
     def _check_pools(self, records: list[Record]) -> None:
         """The pools hold what live images need, and but for exports under way nothing else."""
@@ -709,37 +707,70 @@ class World:
             for run in record.pooled.image.runs if record.pooled.image is not None else ():
                 assert self.turns[run.node, record.trajectory_id] == record.turn
 
-    def finish(self) -> None:
-        """No more faults: aborts end, what was submitted is delivered, once and whole, and nothing is left behind."""
+    # The end ------------------------------------------------------------------------------------------
+
+    def finish(self, *, collecting: bool) -> None:
+        """No more faults: aborts end, what was submitted is delivered, once and whole, and nothing is left behind.
+
+        `collecting`: one group after the other is asked for.
+        """
+        self.unpause()
+        self.end_collection()
         for _ in range(PATIENCE):
             if all(ticket.done for ticket in self.tickets) and self._quiet():
                 break
             self._go_on()
         assert all(ticket.done for ticket in self.tickets)
-        assert {record.phase for record in self.records} <= {Phase.SUSPENDED, Phase.FINISHED, Phase.FAILED}
-        for _ in range(PATIENCE):
-            if len(self.delivered) == len(self.budgets) and self._quiet():
+        assert {record.phase for record in self.records if not record.over} <= {Phase.SUSPENDED}, self.controller.state(
+            self.now
+        )
+        self.resume([record.trajectory_id for record in self.records])
+        for number in range(PATIENCE):
+            if self.books.done and not self.records and self._quiet():
                 break
-            self.resume([record.trajectory_id for record in self.records])
+            if collecting and number % 16 == 0:
+                self.begin_collection(1, 0.0, fires=True)
+            self._take_turns(collecting=collecting)
             self._go_on()
             self.take(99)
-        assert sorted(trajectory.trajectory_id for trajectory in self.delivered) == sorted(self.budgets)
+        assert self.books.done, self.controller.state(self.now)
         assert self._quiet()
-        assert not self.returned
+        assert self.records == []
         assert all(ticket.done and not ticket.report().unreached for ticket in self.tickets)
         assert not any(self.held.values())
         for site in self.sites.values():
             assert site.process is None or not (site.process.tasks or site.process.left)
-        self._check_deliveries()
+        self.books.check_deliveries(no_worker_left=all(site.gone for site in self.sites.values()))
+        self._check_counters()
+
+    def _take_turns(self, *, collecting: bool) -> None:
+        """What ended a turn is extended, or finished in the end; what else is held goes on."""
+        extended = Counter(t for t, _, _ in self.extensions)
+        for trajectory in self.controller.ended_turns():
+            t = trajectory.trajectory_id
+            if extended[t] < MOST_EXTENSIONS and len(trajectory.prompt_ids) + len(trajectory.output_ids) + 2 < CONTEXT:
+                self.extend(t, 2)
+            else:
+                self.abort([t], Keep.AUTO, Then.FINISH)
+        held = [
+            record.trajectory_id
+            for record in self.records
+            if record.phase is Phase.SUSPENDED
+            and not (collecting and record.abort_reason is AbortReason.QUOTA)
+            and not record.ended_turn
+        ]
+        if held:
+            self.resume(held)
 
     def _go_on(self) -> None:
-        for worker in WORKERS:
+        for worker in self.sites:
             self.notice(worker)
             self.step(worker, None)
             self.post(worker)
             self.relay(worker)
         self.export(0, fail=False)
         self.answer(0)
+        self.wait(0)
         self.check()
 
     def _quiet(self) -> bool:
@@ -753,28 +784,18 @@ class World:
             or self.answers
         )
 
-    def _check_deliveries(self) -> None:
-        for trajectory in self.delivered:
-            expected, reason = full_output(trajectory.trajectory_id, self.budgets[trajectory.trajectory_id])
-            assert trajectory.output_ids == expected[: len(trajectory.output_ids)]
-            assert trajectory.logprobs == tuple(-value / 256 for value in trajectory.output_ids)
-            if trajectory.finish_reason is FinishReason.ABORT:
-                assert trajectory.trajectory_id in self.ended_by_abort
-            elif trajectory.finish_reason is FinishReason.ERROR:
-                assert trajectory.error is not None
-                if trajectory.error.startswith("no worker is left"):
-                    assert all(site.gone for site in self.sites.values())
-                else:
-                    assert trajectory.error.startswith(f"{MOST_LOSSES} workers were lost under it")
-                    assert len(trajectory.workers) >= MOST_LOSSES
-                    assert self.controller.counters.workers_lost >= MOST_LOSSES
-            else:
-                assert (trajectory.output_ids, trajectory.finish_reason) == (expected, reason)
-        counters = self.controller.counters
+    def _check_counters(self) -> None:
+        counters, accounts = self.controller.counters, self.controller.accounts()
+        assert accounts.acknowledged + sum(accounts.dropped.values()) == accounts.submitted == counters.trajectories
         assert counters.displaced_images <= self.displaced_images
-        assert counters.trajectories == len(self.delivered)
-        assert counters.tokens == sum(len(trajectory.output_ids) for trajectory in self.delivered)
-        assert counters.suspensions == sum(trajectory.suspensions for trajectory in self.delivered)
-        again = sum(max(0, len(trajectory.workers) - 1) for trajectory in self.delivered)
-        assert counters.resumes + counters.restarts == again - self.promotions
-        assert len(self.started) == sum(len(trajectory.workers) for trajectory in self.delivered)
+        again = len(self.started) - len({t for t, _ in self.started}) - self.promotions
+        assert counters.resumes + counters.restarts == again
+        if not self.books.discarded:  # of these nobody sees the tokens
+            ends = [t for delivery in self.books.arrived for t in (*delivery.trajectories, *delivery.dropped)]
+            attempts = [run for t in ends for attempt in t.attempts for run in attempt.versions]
+            tokens = sum(t.sampled_tokens for t in ends) + sum(
+                run.tokens for run in attempts if run.version is not None
+            )
+            assert counters.tokens == tokens
+            assert counters.suspensions == sum(t.suspensions for t in ends)
+            assert len(self.started) == sum(len(t.workers) for t in ends)
