@@ -14,6 +14,8 @@ from rollout.types import AbortReason, Then
 
 WEIGHT = 0.1
 """Of a new observation."""
+OVERDUE = 3.0
+"""Times the usual interval, after which it is thought that there are no more updates."""
 FORGET_S = 30.0
 """After which a wait that was not observed again counts for about a third."""
 
@@ -46,8 +48,8 @@ class Experience:
         return self._fate(record, intent).wait_s
 
     def same_weights(self, wait_s: float, now: float) -> float:
-        """Chance that the weights are still the same after `wait_s`."""
-        if self._version_s is None or self._version_at is None:
+        """Chance that the weights are still the same after `wait_s`; an update that is long overdue is not expected."""
+        if self._version_s is None or self._version_at is None or now - self._version_at > OVERDUE * self._version_s:
             return 1.0
         left_s = max(0.0, self._version_at + self._version_s - now)
         return 1.0 if wait_s <= left_s else 0.0

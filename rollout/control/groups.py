@@ -100,7 +100,7 @@ class Groups:
     @property
     def outstanding(self) -> int:
         """Trajectories that were not handed out."""
-        return len(self._records)
+        return len(self._records) - sum(len(group.handed) for group in self._groups.values())
 
     def begin(self, group: Group) -> None:
         """A member starts."""

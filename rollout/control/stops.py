@@ -149,7 +149,8 @@ class Stops:
             self._roster.window = self._collection.window
 
     def end_collection(self, now: float) -> list[Command]:
-        """Enough: what is not over is stopped and held for the next collection, unless it is to run on."""
+        """Enough: what is not over is stopped and held for the next collection, unless it is to run on. Evaluation does
+        in any case."""
         collection, self._collection = self._collection, None
         self._roster.window = None
         if collection is None or self._roster.rules.rest == "withhold":
@@ -157,8 +158,8 @@ class Stops:
         commands: list[Command] = []
         intent = self._roster.policies.intent(AbortReason.QUOTA)
         for record in self._roster.groups.records():
-            idle = record.phase is Phase.SUSPENDED
-            if not record.over and not idle and (record.intent is None or record.intent.then is Then.REQUEUE):
+            idle = record.over or record.phase is Phase.SUSPENDED or record.priority is Priority.EVAL
+            if not idle and (record.intent is None or record.intent.then is Then.REQUEUE):
                 commands += self.stop(record, intent, now)
         return commands
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.control.experience import FORGET_S, WEIGHT, Experience
+from rollout.control.experience import FORGET_S, OVERDUE, WEIGHT, Experience
 from rollout.control.records import Intent
 from rollout.types import AbortReason, Keep, Then
 from tests.control.stage import W1, W2, Stage, facts, member, pace
@@ -148,6 +148,18 @@ def test_the_interval_between_updates_is_a_moving_average() -> None:
         stage.live(version)
     assert experience(stage).same_weights(10.0 + WEIGHT * 10.0 - 0.01, stage.now) == 1.0
     assert experience(stage).same_weights(10.0 + WEIGHT * 10.0 + 0.01, stage.now) == 0.0
+
+
+def test_an_update_that_is_late_is_expected_at_any_moment_but_not_for_ever() -> None:
+    """When training has ended nothing would be saved any more otherwise."""
+    stage = Stage(W1)
+    stage.live(1)
+    stage.wait(10.0)
+    stage.live(2)
+    stage.wait(OVERDUE * 10.0)
+    assert experience(stage).same_weights(0.1, stage.now) == 0.0
+    stage.wait(0.1)
+    assert experience(stage).same_weights(1000.0, stage.now) == 1.0
 
 
 def test_an_update_that_is_told_twice_is_one() -> None:

@@ -303,6 +303,7 @@ def test_members_are_handed_out_as_they_end_if_asked_for_each_once() -> None:
     stage.finish(A1)
     (first,) = stage.take()
     assert ([t.trajectory_id for t in first.trajectories], first.complete) == ([A1], False)
+    assert stage.controller.outstanding == 2
     assert stage.take() == []
     stage.finish(A0)
     stage.finish(A2)

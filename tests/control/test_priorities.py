@@ -102,6 +102,18 @@ def test_a_collection_holds_no_evaluation_back() -> None:
     assert stage.record(member("b")).suspensions == 1
 
 
+def test_a_collection_that_ends_stops_no_evaluation() -> None:
+    """It would stand until the next one otherwise."""
+    stage = Stage(W1, room=3)
+    stage.collect(1)
+    stage.submit("a")
+    stage.submit("b")
+    stage.evaluate("e")
+    stage.end_collection()
+    stage.answer_all()
+    assert stage.running == {member("e")}
+
+
 def test_on_two_workers_the_youngest_of_both_gives_way() -> None:
     stage = Stage(W1, W2, room=1)
     stage.submit("t0")
