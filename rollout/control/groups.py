@@ -171,10 +171,7 @@ class Groups:
         """
         taken: list[Delivery] = []
         while self.complete and len(taken) < count and call not in self._abandoned:
-            if self._returned:
-                taken.append(self._returned.popleft())
-            elif (delivery := self._deliver(self._complete.popleft())) is not None:
-                taken.append(delivery)
+            taken.append(self._returned.popleft() if self._returned else self._deliver(self._complete.popleft()))
         if taken:
             self._handed[call] = taken
         self._abandoned.discard(call)
@@ -209,21 +206,17 @@ class Groups:
             dropped={reason: count for reason, count in self._dropped.items() if count},
         )
 
-    def _deliver(self, group_id: GroupId) -> Delivery | None:
-        """What of a group is over and was not handed out; None if an earlier delivery had it all."""
-        group = self._groups.get(group_id)
-        if group is None:
-            return None
+    def _deliver(self, group_id: GroupId) -> Delivery:
+        """What of a group is over and was not handed out."""
+        group = self._groups[group_id]
         ready = [member for member in group.members if member.over and member.trajectory_id not in group.handed]
         kept = [member for member in ready if member.phase is not Phase.DROPPED]
         dropped = [member for member in ready if member.phase is Phase.DROPPED and not _discarded(member)]
         over = group.over
         if over:
             self._forget(group)
-        elif ready:
+        else:
             group.handed.update(member.trajectory_id for member in kept)
-        if not (kept or over):
-            return None
         return Delivery(
             group_id=group_id,
             trajectories=_snapshots(kept),

@@ -128,6 +128,8 @@ class Suspensions:
         assert home is not None, f"{record.trajectory_id} has no home to leave"
         there = self._roster.fleet.get(home.worker)
         experience = self._roster.keeping.experience
+        if record.refused_at is not None:
+            experience.went_home(now - record.refused_at, now)
         refused = record.moved_from == home.worker or there is None
         if there is None or refused or recompute_s(record, there) <= move_s(record, there, experience):
             return [*self._roster.leave_home(record), *self._roster.wait(record, now)]

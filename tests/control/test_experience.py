@@ -195,6 +195,26 @@ def test_the_wait_for_a_home_is_the_time_in_which_another_worker_had_room() -> N
     assert experience(stage).home_wait_s(stage.now) == pytest.approx(WEIGHT * 2.0)
 
 
+def test_a_wait_in_vain_counts_as_well() -> None:
+    """Waiting for a home would look free otherwise where it never helps."""
+    stage = Stage(W1, W2, room=1)
+    stage.submit("a")
+    home = stage.record(A).worker
+    assert home is not None
+    stage.sample(A, 3)
+    stage.report(home, facts=facts(prefill_s=0.5, restore=pace(100.0)))
+    stage.hold(A, keep=Keep.HOST)
+    stage.submit("b")
+    stage.submit("c")
+    stage.resume(A)
+    stage.finish(next(t for t in (B, member("c")) if stage.record(t).worker != home), 1)
+    stage.wait(2.9)
+    assert A not in stage.running
+    stage.wait(0.1)
+    assert A in stage.running, "computing its six tokens of KV takes 3 s"
+    assert experience(stage).home_wait_s(stage.now) == pytest.approx(WEIGHT * 3.0)
+
+
 def test_a_wait_that_is_not_seen_again_is_forgotten() -> None:
     seen = Experience()
     seen.went_home(10.0, 5.0)

@@ -142,6 +142,16 @@ def test_what_is_on_its_way_to_be_kept_there_is_moved_as_soon_as_it_is() -> None
     assert stage.controller.suspended == {"pool": 1}
 
 
+def test_what_is_being_moved_within_the_worker_is_moved_out_of_it_as_soon_as_that_is_done() -> None:
+    stage = two()
+    stage.hold(A, keep=Keep.HOST)
+    stage.abort(A, keep=Keep.DEVICE)
+    assert stage.phase(A) is Phase.SUSPENDING
+    assert stage.drain(W1) == []
+    stage.answer_all()
+    assert (retired(stage), stage.controller.suspended) == ([W1], {"pool": 1})
+
+
 def test_what_was_told_to_stop_before_goes_to_the_pool_and_then_where_it_was_told() -> None:
     stage = two()
     stage.abort(A, keep=Keep.DEVICE)

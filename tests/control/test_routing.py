@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollout.control.fleet import REMEMBERED_GROUPS
 from rollout.control.lengths import Lengths
 from rollout.control.messages import Recall, Release, WorkerFacts
 from rollout.control.routing import Router, start_s, to_go
-from rollout.types import AbortReason, Keep, Phase, TrajectoryId, WorkerId
+from rollout.types import AbortReason, GroupId, Keep, Phase, TrajectoryId, WorkerId
 from tests.control.stage import W1, W2, W3, Stage, facts, member, pace, start_of, started, submission
 
 A, B = member("a"), member("b")
@@ -67,6 +68,19 @@ def test_a_new_one_computes_its_prompt_where_its_group_did_not_run() -> None:
     expected = {worker: pytest.approx(0.060) for worker in (W1, W2, W3)}
     assert first is not None
     assert seconds(stage) == expected | {first: 0.0}
+
+
+def test_a_worker_is_expected_to_have_the_prompts_of_the_last_groups_that_it_ran() -> None:
+    stage = Stage(W1, room=999)
+    for number in range(REMEMBERED_GROUPS):
+        stage.submit(f"g{number}")
+    stage.submit("g0", 1)
+    worker = stage.controller._fleet.workers[0]
+    assert worker.knows(GroupId("g0"))
+    stage.submit("last")
+    assert not worker.knows(GroupId("g0"))
+    assert worker.knows(GroupId("g1"))
+    assert worker.knows(GroupId("last"))
 
 
 def test_on_its_own_worker_nothing_is_copied_from_the_device_and_bytes_from_the_host() -> None:
