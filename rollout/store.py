@@ -18,7 +18,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rollout.errors import ConfigError
-from rollout.types import FinishReason, GroupId, Resume, Trajectory, TrajectoryId, VersionRun, WorkerId
+from rollout.types import (
+    AbortReason,
+    Attempt,
+    FinishReason,
+    GroupId,
+    Resume,
+    Trajectory,
+    TrajectoryId,
+    VersionRun,
+    WorkerId,
+)
 
 SCHEMA_VERSION = 1
 _VERSION_KEY = b"rollout.schema_version"
@@ -33,7 +43,8 @@ SCHEMA = pa.schema(
         pa.field("output_ids", pa.list_(pa.int32()), nullable=False),
         # Of each output id, natural log, under the distribution that it was drawn from.
         pa.field("logprobs", pa.list_(pa.float32()), nullable=False),
-        # Run lengths over the output ids: which weights sampled them.
+        # Run lengths over the output ids: which weights sampled them; version null: appended, not sampled, which is
+        # what a loss mask leaves out.
         pa.field("versions", pa.list_(pa.struct({"version": pa.int64(), "tokens": pa.int32()})), nullable=False),
         # stop, length, abort or error; null: still resumable.
         pa.field("finish_reason", pa.string()),
@@ -63,6 +74,25 @@ SCHEMA = pa.schema(
         pa.field("finished_at", pa.float64()),
         # The driver's own, as a JSON object; what JSON has no type for is its str().
         pa.field("metadata", pa.string(), nullable=False),
+        # What stopped it last; null: nothing, or it went on since.
+        pa.field("abort_reason", pa.string()),
+        # What it had each time it was begun again, and why; error: what went wrong, where that was no abort.
+        pa.field(
+            "attempts",
+            pa.list_(
+                pa.struct(
+                    {
+                        "seed": pa.uint64(),
+                        "output_ids": pa.list_(pa.int32()),
+                        "logprobs": pa.list_(pa.float32()),
+                        "versions": pa.list_(pa.struct({"version": pa.int64(), "tokens": pa.int32()})),
+                        "reason": pa.string(),
+                        "error": pa.string(),
+                    }
+                )
+            ),
+            nullable=False,
+        ),
     ],
     metadata={_VERSION_KEY: str(SCHEMA_VERSION).encode()},
 )
@@ -193,7 +223,7 @@ def _row(trajectory: Trajectory) -> dict[str, Any]:
         "prompt_ids": trajectory.prompt_ids,
         "output_ids": trajectory.output_ids,
         "logprobs": trajectory.logprobs,
-        "versions": [{"version": run.version, "tokens": run.tokens} for run in trajectory.versions],
+        "versions": _run_rows(trajectory.versions),
         "finish_reason": trajectory.finish_reason,
         "suspensions": trajectory.suspensions,
         "workers": trajectory.workers,
@@ -211,24 +241,58 @@ def _row(trajectory: Trajectory) -> dict[str, Any]:
         "submitted_at": trajectory.submitted_at,
         "finished_at": trajectory.finished_at,
         "metadata": json.dumps(trajectory.metadata, default=str),
+        "abort_reason": trajectory.abort_reason,
+        "attempts": [
+            {
+                "seed": attempt.seed,
+                "output_ids": attempt.output_ids,
+                "logprobs": attempt.logprobs,
+                "versions": _run_rows(attempt.versions),
+                "reason": attempt.reason,
+                "error": None if attempt.error is None else _text(attempt.error),
+            }
+            for attempt in trajectory.attempts
+        ],
     }
 
 
+def _run_rows(runs: Iterable[VersionRun]) -> list[dict[str, int | None]]:
+    return [{"version": run.version, "tokens": run.tokens} for run in runs]
+
+
 def _trajectory(row: dict[str, Any]) -> Trajectory:
-    reason = row["finish_reason"]
+    reason, stopped = row["finish_reason"], row.get("abort_reason")
     values = row | {
         "group_id": GroupId(row["group_id"]),
         "trajectory_id": TrajectoryId(row["trajectory_id"]),
         "prompt_ids": tuple(row["prompt_ids"]),
         "output_ids": tuple(row["output_ids"]),
         "logprobs": tuple(row["logprobs"]),
-        "versions": tuple(VersionRun(**run) for run in row["versions"]),
+        "versions": _runs(row["versions"]),
         "finish_reason": None if reason is None else FinishReason(reason),
         "workers": tuple(WorkerId(worker) for worker in row["workers"]),
         "resumes": tuple(Resume(**resume) for resume in row["resumes"]),
         "metadata": json.loads(row["metadata"]),
+        # A file of before has neither.
+        "abort_reason": None if stopped is None else AbortReason(stopped),
+        "attempts": tuple(_attempt(attempt) for attempt in row.get("attempts", ())),
     }
     return Trajectory(**values)
+
+
+def _attempt(row: dict[str, Any]) -> Attempt:
+    reason = row["reason"]
+    values = row | {
+        "output_ids": tuple(row["output_ids"]),
+        "logprobs": tuple(row["logprobs"]),
+        "versions": _runs(row["versions"]),
+        "reason": None if reason is None else AbortReason(reason),
+    }
+    return Attempt(**values)
+
+
+def _runs(rows: Iterable[dict[str, Any]]) -> tuple[VersionRun, ...]:
+    return tuple(VersionRun(**run) for run in rows)
 
 
 def _text(value: str) -> str:

@@ -124,6 +124,8 @@ class Tokenizer:
         _, found, after = self._render([*stub, *messages], add_generation_prompt=True).partition(_ANSWER)
         if not found:
             raise InvalidPromptError("this model's chat template does not keep what the assistant said; pass ids")
+        if _ANSWER in after:
+            raise InvalidPromptError("this model's chat template says what the assistant said twice; pass ids")
         ids = self._encode_prompt(after, add_special_tokens=False)
         return ids[1:] if ids and ids[0] == last_id else ids
 

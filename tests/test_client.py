@@ -1,6 +1,7 @@
 """What the client refuses before anything reaches the service, and services that share a process."""
 
 import asyncio
+import inspect
 import os
 import subprocess
 import sys
@@ -9,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from rollout.client import AsyncRollout
+from rollout.client import AsyncRollout, Rollout
 from rollout.cluster.description import ServiceDescription
 from rollout.config import load_config
 from rollout.errors import InvalidPromptError, InvalidSamplingError
 from rollout.text import read_tokenizer_files
+from rollout.types import SamplingParams
 from tests.tiny_models import VOCAB_SIZE, make_tiny_llama
 
 
@@ -42,14 +44,72 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> AsyncRollout:
         ({"key": ["a", "b"]}, InvalidPromptError, "key: got 2 for 1 prompts"),
         ({"n": 0}, InvalidSamplingError, "n: got 0"),
         ({"n": 1.5}, InvalidSamplingError, "n: got 1.5"),
+        ({"n": True, "key": ["a", "b"]}, InvalidPromptError, "key: got 2 for 1 prompts"),
         ({"sampling": {"temperature": 0.0}}, InvalidSamplingError, "sampling: got dict"),
+        ({"sampling": [SamplingParams()]}, InvalidSamplingError, "sampling: got 1 for 2 samples"),
+        ({"sampling": [SamplingParams()] * 3}, InvalidSamplingError, "sampling: got 3 for 2 samples"),
+        ({"sampling": []}, InvalidSamplingError, "sampling: got 0 for 2 samples"),
+        ({"sampling": [SamplingParams(), {}]}, InvalidSamplingError, "sampling: got list, allowed: SamplingParams"),
+        ({"deadline_s": 0}, InvalidSamplingError, "deadline_s: got 0, allowed: seconds > 0"),
+        ({"deadline_s": float("nan")}, InvalidSamplingError, "deadline_s: got nan"),
+        ({"deadline_s": "1"}, InvalidSamplingError, "deadline_s: got '1'"),
+        ({"max_group_tokens": 0}, InvalidSamplingError, "max_group_tokens: got 0, allowed: an integer >= 1"),
+        ({"max_group_tokens": 1.5}, InvalidSamplingError, "max_group_tokens: got 1.5"),
+        ({"priority": "first"}, ValueError, "'first' is not a valid Priority"),
     ],
 )
 def test_a_bad_submission_raises_where_it_was_made(
     client: AsyncRollout, arguments: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        asyncio.run(client.submit("a", **arguments))
+        asyncio.run(client.submit("a", **({"n": 2} | arguments)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"groups": 0}, "groups: got 0, allowed: an integer >= 1"),
+        ({"groups": 1.5}, "groups: got 1.5"),
+        ({"groups": 1, "over_sample": -0.1}, "over_sample: got -0.1, allowed: a share >= 0"),
+        ({"groups": 1, "over_sample": float("inf")}, "over_sample: got inf"),
+    ],
+)
+def test_a_bad_collection_raises_where_it_was_asked_for(
+    client: AsyncRollout, arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidSamplingError, match=message):
+        asyncio.run(client.collect(**arguments))
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ([], "empty list"),
+        ("", "empty string"),
+        ([VOCAB_SIZE], f"token id {VOCAB_SIZE}, allowed: 0 … {VOCAB_SIZE - 1}"),
+        ([-1], "token id -1"),
+        ([1.5], "item 0: got float"),
+        ([{"role": "user", "content": "a"}], "got messages for an id"),
+    ],
+)
+def test_bad_tokens_are_not_appended(client: AsyncRollout, what: Any, message: str) -> None:
+    with pytest.raises(InvalidPromptError, match=message):
+        asyncio.run(client.extend("a/0", what))
+
+
+def test_both_faces_of_a_client_have_the_same_calls() -> None:
+    def calls(face: type) -> dict[str, list[tuple[str, Any]]]:
+        return {
+            name: [(each.name, each.default) for each in inspect.signature(function).parameters.values()]
+            for name, function in inspect.getmembers(face, inspect.isfunction)
+            if not name.startswith("_")
+        }
+
+    def properties(face: type) -> set[str]:
+        return {name for name, _ in inspect.getmembers(face, lambda member: isinstance(member, property))}
+
+    assert calls(Rollout) == calls(AsyncRollout)
+    assert properties(Rollout) == properties(AsyncRollout) | {"tokenizer"}
 
 
 TWO_SERVICES = """

@@ -19,6 +19,8 @@ from rollout import store
 from rollout.errors import ConfigError
 from rollout.store import TrajectoryWriter, read_trajectories, write_trajectories
 from rollout.types import (
+    AbortReason,
+    Attempt,
     FinishReason,
     GroupId,
     Resume,
@@ -33,6 +35,7 @@ from rollout.types import (
 COLUMNS = [
     *("group_id", "sample_index", "trajectory_id", "seed", "prompt_ids", "output_ids", "logprobs", "versions"),
     *("finish_reason", "suspensions", "workers", "error", "resumes", "submitted_at", "finished_at", "metadata"),
+    *("abort_reason", "attempts"),
 ]
 
 INT32 = st.integers(0, 2**31 - 1)
@@ -48,8 +51,18 @@ JSON = st.recursive(
 @st.composite
 def trajectories(draw: st.DrawFn) -> Trajectory:
     tokens = draw(st.integers(0, 12))
-    versions = draw(st.lists(st.integers(-(2**63), 2**63 - 1).map(Version), min_size=tokens, max_size=tokens))
+    version = st.none() | st.integers(-(2**63), 2**63 - 1).map(Version)
+    versions = draw(st.lists(version, min_size=tokens, max_size=tokens))
     logprobs = st.floats(max_value=0.0, allow_nan=False, width=32)
+    attempt = st.builds(
+        Attempt,
+        seed=st.integers(0, 2**64 - 1),
+        output_ids=st.lists(INT32, max_size=3).map(tuple),
+        logprobs=st.lists(logprobs, max_size=3).map(tuple),
+        versions=st.lists(version, max_size=3).map(version_runs),
+        reason=st.none() | st.sampled_from(AbortReason),
+        error=st.none() | st.text(),
+    )
     resume = st.builds(
         Resume,
         worker=WORKERS,
@@ -75,6 +88,8 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         submitted_at=draw(TIMES),
         finished_at=draw(st.none() | TIMES),
         metadata=draw(st.dictionaries(st.text(), JSON, max_size=3)),
+        abort_reason=draw(st.none() | st.sampled_from(AbortReason)),
+        attempts=tuple(draw(st.lists(attempt, max_size=2))),
     )
 
 
@@ -128,7 +143,9 @@ def test_the_file_has_the_documented_columns_and_says_its_version(tmp_path: Path
     assert schema.field("logprobs").type == pa.list_(pa.float32())
     assert schema.field("versions").type == pa.list_(pa.struct({"version": pa.int64(), "tokens": pa.int32()}))
     assert schema.field("finish_reason").type == pa.string()
-    assert [field.name for field in schema if field.nullable] == ["finish_reason", "error", "finished_at"]
+    assert [field.name for field in schema if field.nullable] == [
+        *("finish_reason", "error", "finished_at", "abort_reason")
+    ]
 
 
 def test_types_survive(tmp_path: Path) -> None:
@@ -136,6 +153,21 @@ def test_types_survive(tmp_path: Path) -> None:
     finished, partial = read_trajectories(tmp_path / "t.parquet")
     assert finished.finish_reason is FinishReason.LENGTH
     assert partial.finish_reason is None
+
+
+def test_what_was_appended_keeps_its_place_in_the_loss_mask(tmp_path: Path) -> None:
+    runs = tuple(VersionRun(version=version, tokens=2) for version in (Version(0), None, Version(1)))
+    write_trajectories(tmp_path / "t.parquet", [trajectory(tokens=6, versions=runs)])
+    (read,) = read_trajectories(tmp_path / "t.parquet")
+    assert read.loss_mask == (1, 1, 0, 0, 1, 1)
+    assert read.sampled_tokens == 4
+
+
+def test_a_file_without_the_columns_that_were_added_later_is_read(tmp_path: Path) -> None:
+    write_trajectories(tmp_path / "t.parquet", [trajectory(abort_reason=AbortReason.TAIL)])
+    table = pq.read_table(tmp_path / "t.parquet")
+    pq.write_table(table.drop_columns(["abort_reason", "attempts"]), tmp_path / "old.parquet")
+    assert read_trajectories(tmp_path / "old.parquet") == [trajectory()]
 
 
 def test_an_empty_file_is_a_file(tmp_path: Path) -> None:

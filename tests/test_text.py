@@ -239,6 +239,58 @@ def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:
             read_tokenizer_files(path)
 
 
+TURNS = [
+    [{"role": "user", "content": "And 3 + 3?"}],
+    [{"role": "tool", "content": "4"}, {"role": "user", "content": "  Is it?\n"}],
+    [{"role": "system", "content": ""}],
+]
+
+
+@pytest.mark.parametrize("chat", CHATS[:2])
+@pytest.mark.parametrize("turn", TURNS)
+@pytest.mark.parametrize("answer", ["It is 4.", "", " the", "4\n"])
+def test_a_next_turn_continues_an_answer_as_the_template_does(
+    tokenizer: Tokenizer, chat: list[dict[str, str]], turn: list[dict[str, str]], answer: str
+) -> None:
+    prompt = tokenizer.apply_chat_template(chat)
+    sampled = [*tokenizer.encode(answer, add_special_tokens=False), *tokenizer.encode("<|im_end|>")]
+    whole = tokenizer.apply_chat_template([*chat, {"role": "assistant", "content": answer}, *turn])
+    stopped = prompt + sampled
+    assert stopped + tokenizer.next_turn_ids(turn, last_id=stopped[-1]) == whole
+    cut = prompt + sampled[:-1]  # it did not end its turn itself
+    assert cut + tokenizer.next_turn_ids(turn, last_id=cut[-1]) == whole
+
+
+def test_an_answer_that_no_text_would_give_stays_as_it_was_sampled(tokenizer: Tokenizer) -> None:
+    odd = [*tokenizer.encode("1"), *tokenizer.encode("2"), *tokenizer.encode("<|im_end|>")]
+    one, other = ([*odd[:-1], odd[-1]], [*tokenizer.encode("completely different"), odd[-1]])
+    assert tokenizer.next_turn_ids(TURNS[0], last_id=one[-1]) == tokenizer.next_turn_ids(TURNS[0], last_id=other[-1])
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", "does not keep what the assistant"),
+        ("{{ messages[-1].content }}", "does not keep what the assistant said; pass ids"),
+        ("{% for m in messages %}{{ m.content | upper }}{% endfor %}", "does not keep what the assistant"),
+        ("{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}", "says what the assistant said twice"),
+        ("{{ raise_exception('no') }}", "the chat template refused the messages: no"),
+    ],
+)
+def test_a_template_by_which_no_turn_can_be_told_is_refused(files: TokenizerFiles, template: str, message: str) -> None:
+    with pytest.raises(InvalidPromptError, match=message):
+        with_template(files, template).next_turn_ids(TURNS[0], last_id=None)
+
+
+def test_a_next_turn_needs_messages_and_a_template(files: TokenizerFiles, tokenizer: Tokenizer) -> None:
+    with pytest.raises(InvalidPromptError, match="got no messages"):
+        tokenizer.next_turn_ids([], last_id=None)
+    with pytest.raises(ConfigError, match="has none"):
+        with_template(files, None).next_turn_ids(TURNS[0], last_id=None)
+    with pytest.raises(InvalidPromptError, match="message 2: content: got nothing"):
+        tokenizer.next_turn_ids([{"role": "user"}], last_id=None)
+
+
 def directory(path: Path, config: Any = None, jinja: str | None = None) -> Path:
     (path / "tokenizer.json").write_text("{}")
     if config is not None:

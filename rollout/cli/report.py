@@ -54,6 +54,8 @@ class Report:
     preemptions: int
     workers_lost: int
     restarts: int
+    retries: int
+    """Trajectories begun again, or gone on, after a failure (`groups.failed_member`)."""
     keep_failures: int
     displaced_images: int
     export_failures: int
@@ -104,6 +106,7 @@ def make_report(outcome: Outcome, *, command: str, config: Config, start_s: floa
         preemptions=counters.preemptions,
         workers_lost=counters.workers_lost,
         restarts=counters.restarts,
+        retries=counters.retries,
         keep_failures=counters.keep_failures,
         displaced_images=counters.displaced_images,
         export_failures=counters.export_failures,
@@ -143,6 +146,7 @@ def make_table(report: Report) -> Table:
         "preemptions": report.preemptions,
         "workers lost": report.workers_lost,
         "restarts": report.restarts,
+        "retries": report.retries,
         "not kept where told": report.keep_failures,
         "images displaced": report.displaced_images,
         "export failures": report.export_failures,

@@ -238,7 +238,7 @@ class ControllerActor:
             raise ConfigError(f"workers to add: got {count!r}, allowed: an integer >= 1")
         names = [WorkerId(f"worker-{next(self._numbers)}") for _ in range(count)]
         timeout_s = self._config.cluster.start_timeout_s
-        places = await asyncio.to_thread(place, self._config.cluster, count)
+        places = await asyncio.to_thread(place, self._config.cluster, count, self._description.service_id)
         posts: dict[WorkerId, Post] = {}
         try:
             posts = start_workers(self._config, names, places, self._weights_id)

@@ -1,6 +1,7 @@
 """What parts of the service tell each other about themselves. Frozen values."""
 
-from dataclasses import dataclass
+import uuid
+from dataclasses import dataclass, field
 from typing import Any
 
 from rollout.config import Config
@@ -46,6 +47,8 @@ class Batch:
 class ServiceDescription:
     """What a client needs to know of a service."""
 
+    service_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    """Fresh for every start."""
     config: Config
     vocab_size: int
     max_context: int

@@ -8,13 +8,12 @@ import logging
 import socket
 import uuid
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray.exceptions import ActorAlreadyExistsError, GetTimeoutError, RayActorError
-from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rollout.cluster.calls import wait_for
@@ -24,7 +23,7 @@ from rollout.cluster.description import (
     ServiceDescription,
     controller_name,
 )
-from rollout.cluster.placement import check_alike, check_store, place
+from rollout.cluster.placement import check_alike, check_store, place, remove_places
 from rollout.cluster.pool import start_pool
 from rollout.cluster.workforce import describe, start_workers
 from rollout.config import Config
@@ -52,13 +51,12 @@ class Service:
     description: ServiceDescription
     actors: tuple[Any, ...]
     """All of it, the controller first, so that it does not see the others end."""
-    places: tuple[PlacementGroup, ...]
     started_ray: bool
     """This process joined Ray for the service, and leaves it again."""
 
     def close(self) -> None:
         """End every actor, and leave Ray if it was joined for this."""
-        _end(self.actors, self.places, self.started_ray, self.description.config.cluster.name)
+        _end(self.actors, self.started_ray, self.description.config.cluster.name, self.description.service_id)
 
 
 def connect(service: str, address: str | None) -> tuple[Any, ServiceDescription]:
@@ -117,11 +115,11 @@ def launch(config: Config) -> Service:
         started_ray = _join_ray(config.cluster.address)
     except (OSError, ValueError) as error:
         raise ConfigError(f"cluster.address: no Ray cluster runs at {config.cluster.address}: {error}") from None
-    places: Sequence[PlacementGroup] = ()
     actors: deque[Any] = deque()
+    service_id = uuid.uuid4().hex
     try:
         _check_name(config.cluster.name)
-        places = place(config.cluster, config.cluster.workers)
+        places = place(config.cluster, config.cluster.workers, service_id)
         names = [WorkerId(f"worker-{index}") for index in range(config.cluster.workers)]
         weights_id = uuid.uuid4().hex
         posts = start_workers(config, names, places, weights_id)
@@ -132,6 +130,7 @@ def launch(config: Config) -> Service:
         pools = {worker.node: start_pool(config, worker) for worker in {each.node: each for each in described}.values()}
         actors += pools.values()
         description = ServiceDescription(
+            service_id=service_id,
             config=config,
             vocab_size=spec.vocab_size,
             max_context=min(worker.max_context for worker in described),
@@ -152,7 +151,7 @@ def launch(config: Config) -> Service:
         actors.appendleft(controller)
         wait_for([controller.begin.remote()], config.cluster.start_timeout_s, "the controller")
     except BaseException as error:
-        _end(actors, places, started_ray, config.cluster.name)
+        _end(actors, started_ray, config.cluster.name, service_id)
         if isinstance(error, ActorAlreadyExistsError):
             raise _taken(config.cluster.name) from None
         raise
@@ -160,18 +159,16 @@ def launch(config: Config) -> Service:
         controller=controller,
         description=description,
         actors=tuple(actors),
-        places=tuple(places),
         started_ray=started_ray,
     )
 
 
-def _end(actors: Iterable[Any], places: Iterable[PlacementGroup], started_ray: bool, service: str) -> None:
+def _end(actors: Iterable[Any], started_ray: bool, service: str, service_id: str) -> None:
     if not ray.is_initialized():
         return
     for actor in actors:
         ray.kill(actor)
-    for group in places:
-        remove_placement_group(group)
+    remove_places(service_id)
     if started_ray and not _other_services(service):
         ray.shutdown()
 

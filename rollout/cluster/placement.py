@@ -1,12 +1,20 @@
 """Where workers go, and whether the pools fit: by arithmetic on what Ray says it has, before anything is started."""
 
+import contextlib
 import logging
 import time
+import uuid
 from collections import Counter
 from collections.abc import Sequence
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    get_placement_group,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 
 from rollout.cluster.description import WorkerDescription
 from rollout.config import ClusterConfig, PoolConfig
@@ -23,7 +31,7 @@ STORE_SHARE = 0.75
 logger = logging.getLogger(__name__)
 
 
-def place(cluster: ClusterConfig, workers: int) -> list[PlacementGroup]:
+def place(cluster: ClusterConfig, workers: int, service_id: str) -> list[PlacementGroup]:
     """Room for each of `workers` workers, or an error that names what was asked for and what there is."""
     per_worker = {"CPU": float(cluster.cpus_per_worker)}
     if cluster.gpus_per_worker:
@@ -36,7 +44,8 @@ def place(cluster: ClusterConfig, workers: int) -> list[PlacementGroup]:
                 f"cluster.workers: {workers} workers of {each:g} {kind} need {asked:g} {kind}, "
                 f"the Ray cluster has {there:g}"
             )
-    places = [placement_group([dict(per_worker)]) for _ in range(workers)]
+    names = [f"{_place_prefix(service_id)}{uuid.uuid4().hex}" for _ in range(workers)]
+    places = [placement_group([dict(per_worker)], name=name) for name in names]
     deadline = time.monotonic() + PLACEMENT_S
     if all(each.wait(max(0.0, deadline - time.monotonic())) for each in places):
         return places
@@ -49,6 +58,19 @@ def place(cluster: ClusterConfig, workers: int) -> list[PlacementGroup]:
         f"cluster.workers: {workers} workers need {wanted}; {there} are free, "
         f"and no nodes could hold them within {PLACEMENT_S:g} s"
     )
+
+
+def remove_places(service_id: str) -> None:
+    """Give back what the workers of a service hold, also those that were added while it ran: what an actor asked for,
+    Ray would keep until the driver's job ends."""
+    for found in placement_group_table().values():
+        if found["name"].startswith(_place_prefix(service_id)) and found["state"] != "REMOVED":
+            with contextlib.suppress(ValueError):  # it was removed just now
+                remove_placement_group(get_placement_group(found["name"]))
+
+
+def _place_prefix(service_id: str) -> str:
+    return f"rollout:{service_id}:"
 
 
 def check_alike(workers: Sequence[WorkerDescription], *, deterministic: bool) -> None:
