@@ -93,6 +93,11 @@ class Books:
         return {"delivered": delivered, "acknowledged": self.arrived, "buffered": self.returned}
 
     @property
+    def handed_ids(self) -> set[TrajectoryId]:
+        """The same, by id."""
+        return {t.trajectory_id for each in self.handed.values() for delivery in each for t in delivery.trajectories}
+
+    @property
     def done(self) -> bool:
         """Whether all has arrived that was not given up."""
         arrived = {t.trajectory_id for delivery in self.arrived for t in (*delivery.trajectories, *delivery.dropped)}

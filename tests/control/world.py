@@ -158,6 +158,8 @@ class World:
         """Those that drivers want to be suspended until they say otherwise."""
         self.holding: set[TrajectoryId] = set()
         """Those that wait for a command."""
+        self.perhaps_holding: set[TrajectoryId] = set()
+        """Those that were suspended and on the move at once: nobody has seen whether they were held before."""
         self.retries: Counter[TrajectoryId] = Counter()
         self.extensions: list[tuple[TrajectoryId, tuple[int, ...], str]] = []
         self.calls = 0
@@ -262,6 +264,7 @@ class World:
         self.window = math.ceil(wanted * (1 + over_sample))
         self.fires_at = wanted if fires else None
         self.collected |= fires
+        self.holding -= {r.trajectory_id for r in self.records if r.abort_reason is AbortReason.QUOTA}
         self.carry_out(self.controller.begin_collection(wanted, over_sample, fires=fires, now=self.now))
 
     def reject(self, groups: int) -> None:
@@ -351,11 +354,15 @@ class World:
         queued = record.phase is Phase.QUEUED and record.intent is None
         if (record.on_worker and not record.promoting) or queued or record.over:
             self.holding.discard(t)
+            self.perhaps_holding.discard(t)
         elif record.phase is Phase.SUSPENDED:
             assert t in self.to_hold or self._may_hold(record), "suspended though nobody asked for that"
             self.holding.add(t)
         elif record.intent is not None and record.intent.then is not Then.HOLD:
             self.holding.discard(t)
+            self.perhaps_holding.discard(t)
+        elif record.transfer is not None and record.transfer.kind is Transfer.Kind.RECALL:
+            self.perhaps_holding.add(t)
 
     def _may_hold(self, record: Record) -> bool:
         if record.ended_turn:
@@ -668,7 +675,8 @@ class World:
         running = {t: worker for worker in self.sites if (seen := fleet.get(worker)) for t in seen.running}
         assert running == {record.trajectory_id: record.worker for record in records if record.on_worker}
         assert all(count <= self.room for count in Counter(running.values()).values())
-        assert sum(self.controller.phases.values()) == len(records) == self.controller.outstanding
+        assert sum(self.controller.phases.values()) == len(records)
+        assert self.controller.outstanding == len({r.trajectory_id for r in records} - self.books.handed_ids)
         hopeless = self.settled and all(site.gone for site in self.sites.values())
         for record in records:
             assert record.phase is not Phase.QUEUED or not hopeless, "it waits for a worker and there is none"
@@ -690,8 +698,9 @@ class World:
     def _check_holds(self, records: list[Record]) -> None:
         """Groups with a held member are not coming, whatever is under way with its KV."""
         held = {record.group_id for record in records if record.trajectory_id in self.holding}
-        groups = {record.group_id for record in records}
-        assert self.controller.coming_groups == len(groups) - len(held) + len(self.books.returned)
+        perhaps = {record.group_id for record in records if record.trajectory_id in self.perhaps_holding}
+        coming = len({record.group_id for record in records}) + len(self.books.returned) - len(held)
+        assert coming - len(perhaps - held) <= self.controller.coming_groups <= coming
 
     def _check_pools(self, records: list[Record]) -> None:
         """The pools hold what live images need, and but for exports under way nothing else."""
