@@ -11,6 +11,7 @@ import pytest
 
 from rollout.client import Rollout
 from rollout.errors import ServiceBusyError, StalledError
+from rollout.metrics import ServiceStats
 from rollout.types import AbortReason, FinishReason, Keep, Phase, Priority, Trajectory, TrajectoryId
 from tests.cluster.scene import (
     IDS,
@@ -29,6 +30,7 @@ from tests.cluster.scene import (
     outputs,
     reached,
     submit,
+    workers,
 )
 
 
@@ -260,3 +262,34 @@ def test_a_loop_is_ended(service: Rollout) -> None:
         service.submit([PROMPTS[0]], sampling=sampling, key="loop")
         (loop,) = ended(service, AbortReason.REPETITION).values()
     assert loop.output_ids == (7,) * 32
+
+
+def test_short_of_memory_a_worker_suspends_its_youngest(service: Rollout, truth: Outputs) -> None:
+    def spare(self: Any, pages: int) -> None:
+        import dataclasses
+
+        scheduler = self._host._engine._scheduler
+        scheduler._limits = dataclasses.replace(scheduler._limits, spare_pages=pages)
+        self._host._wake()
+
+    def memory(stats: ServiceStats) -> int:
+        return sum(stats.decisions.get(AbortReason.MEMORY, {}).values())
+
+    before = service.stats()
+    with limited(service, MIDDLE):
+        submit(service)
+        reached(service, 40)
+        for worker in workers(service).values():
+            inside(worker, spare, engines(service)[0].device.total)
+        try:
+            eventually(lambda: memory(service.stats()) - memory(before) == 2)  # one of two on each worker
+        finally:
+            for worker in workers(service).values():
+                inside(worker, spare, 0)
+    trajectories = collect(service)
+    assert outputs(trajectories) == truth
+    assert {name for name, each in trajectories.items() if each.suspensions} == set(IDS[2:])
+    after = service.stats().counters
+    assert after.suspensions - before.counters.suspensions == 2
+    assert after.recomputed_tokens == before.counters.recomputed_tokens
+    assert after.preemptions == before.counters.preemptions
