@@ -1,6 +1,7 @@
 """Stops trajectories: for drivers, for policies, for one that goes first, and for a quota that is met."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from rollout.control.messages import Command, Stop
@@ -100,11 +101,11 @@ class Stops:
         return commands
 
     def make_way(self, now: float) -> list[Command]:
-        """Evaluation that waits takes the place of the youngest training trajectories."""
+        """Evaluation that waits takes the place of the youngest training trajectories; of those on the worker that has
+        its KV, if one has."""
         queued = self._roster.fleet.queued
         if self._roster.fleet.paused or not queued or queued[0].priority is not Priority.EVAL:
             return []
-        waiting = sum(record.priority is Priority.EVAL for record in queued)
         running = [
             record
             for worker in self._roster.fleet.workers
@@ -112,12 +113,18 @@ class Stops:
             for trajectory_id in worker.running
             if (record := self._roster.groups.get(trajectory_id)) is not None
         ]
-        leaving = sum(record.intent is not None for record in running)
+        leaving = [record for record in running if record.intent is not None]
         able = [record for record in running if record.intent is None and record.priority is Priority.TRAIN]
-        youngest = sorted(able, key=lambda record: -record.order)[: max(0, waiting - leaving)]
+        able.sort(key=lambda record: -record.order)
+        waiting = [record for record in queued if record.priority is Priority.EVAL and _lacks_a_place(record)]
         commands: list[Command] = []
-        for record in youngest:
-            commands += self.fire(record, AbortReason.PRIORITY, now)
+        for record in sorted(waiting, key=lambda record: record.home is None):
+            made = _in_reach(record, leaving)
+            if made is not None:
+                leaving.remove(made)
+            elif (youngest := _in_reach(record, able)) is not None:
+                able.remove(youngest)
+                commands += self.fire(youngest, AbortReason.PRIORITY, now)
         return commands
 
     # Collecting ---------------------------------------------------------------------------------------
@@ -162,6 +169,18 @@ class Stops:
             if not idle and (record.intent is None or record.intent.then is Then.REQUEUE):
                 commands += self.stop(record, intent, now)
         return commands
+
+
+def _lacks_a_place(record: Record) -> bool:
+    """And nothing else; tokens of its group, that is."""
+    left = record.group.budget_left
+    return record.intent is None and (left is None or left > 0)
+
+
+def _in_reach(record: Record, running: Sequence[Record]) -> Record | None:
+    """The first of these whose place `record` would take."""
+    home = record.home.worker if record.home is not None else None
+    return next((each for each in running if home in (None, each.worker)), None)
 
 
 def _reach(then: Then) -> int:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout.metrics import Accounts
-from rollout.types import AbortReason, FinishReason, Keep, Then
+from rollout.types import AbortReason, FinishReason, Keep, Priority, Then
 from tests.control.stage import W1, W2, Stage, member
 
 A = member("a")
@@ -152,12 +152,14 @@ def test_whatever_happens_the_sum_is_what_was_submitted_and_everything_can_be_ha
 
 def act(stage: Stage, luck: Random, submitted: set[str]) -> None:
     names = [record.trajectory_id for record in stage.controller.resolve(None)[0]]
-    running = sorted(t for t in stage.running if stage.record(t).phase != "paused")
+    running = sorted(t for t in stage.running if not stage.record(t).promoting)
     some = luck.choice(names) if names else A
     match luck.randrange(16):
         case 0 | 1 if len(names) < 12:
             n, group = luck.randint(1, 3), f"g{len(submitted)}"
-            stage.submit(group, n, partial=luck.random() < 0.3, multi_turn=luck.random() < 0.3, budget=12)
+            parts, turns, first = (luck.random() < 0.3 for _ in range(3))
+            priority = Priority.EVAL if first else Priority.TRAIN
+            stage.submit(group, n, partial=parts, multi_turn=turns, priority=priority, budget=12)
             submitted |= {member(group, i) for i in range(n)}
         case 2 | 3 | 4 | 5 if running:
             t = luck.choice(running)
@@ -185,6 +187,8 @@ def act(stage: Stage, luck: Random, submitted: set[str]) -> None:
             stage.collect(luck.randint(1, 3), luck.choice([0.0, 0.5]), fires=luck.random() < 0.5)
         case 12:
             stage.end_collection()
+            pause = stage.controller.pause if luck.random() < 0.3 else stage.controller.unpause
+            stage.take_note(pause(stage.now))
         case 13:
             stage.wait(luck.choice([1.0, 10.0]))
             stage.live(luck.randint(0, 3))

@@ -114,6 +114,55 @@ def test_a_collection_that_ends_stops_no_evaluation() -> None:
     assert stage.running == {member("e")}
 
 
+def at_home_elsewhere() -> Stage:
+    """Evaluation e has its KV on w1, where t0 runs, and waits; on w2 younger training runs."""
+    stage = Stage(W1, W2, room=1)
+    stage.evaluate("e")
+    assert stage.record(member("e")).worker == W1
+    stage.sample(member("e"), 3)
+    stage.hold(member("e"), keep=Keep.HOST)
+    stage.submit("t0")
+    stage.submit("t1")
+    assert (stage.record(member("t0")).worker, stage.record(member("t1")).worker) == (W1, W2)
+    return stage
+
+
+def test_where_evaluation_has_its_kv_training_gives_way_and_not_elsewhere() -> None:
+    stage = at_home_elsewhere()
+    assert stopped(stage.resume(member("e"))) == [member("t0")]
+    assert stage.wait(1.0) == []
+    stage.answer_all()
+    assert stage.running == {member("e"), member("t1")}
+    assert stage.record(member("t1")).suspensions == 0
+
+
+def test_nobody_gives_way_elsewhere_for_one_that_waits_for_its_home() -> None:
+    """Training would take the place again, and be stopped again, for ever."""
+    stage = at_home_elsewhere()
+    stage.evaluate("f")
+    stage.finish(member("t1"), 1)
+    stage.answer_all()
+    stage.evaluate("g")
+    stage.answer_all()
+    assert stage.running == {member("f"), member("g")}
+    stage.finish(member("g") if stage.record(member("g")).worker == W2 else member("f"), 1)
+    stage.submit("t2")
+    stage.answer_all()
+    before = len(stage.commands)
+    stage.resume(member("e"))
+    stage.wait(1.0)
+    stage.answer_all()
+    assert stopped(stage.commands[before:]) == []
+
+
+def test_nobody_gives_way_for_one_that_has_to_wait_for_tokens_of_its_group() -> None:
+    stage = Stage(W1, room=2)
+    stage.submit("t")
+    stage.submit("e", 2, priority=Priority.EVAL, max_group_tokens=1)
+    assert stopped(stage.commands) == []
+    assert stage.running == {member("t"), member("e")}
+
+
 def test_on_two_workers_the_youngest_of_both_gives_way() -> None:
     stage = Stage(W1, W2, room=1)
     stage.submit("t0")
