@@ -19,7 +19,7 @@ from ray.exceptions import RayError
 from rollout.cluster.background import Background
 from rollout.cluster.calls import one_line
 from rollout.cluster.description import ServiceDescription, WorkerDescription
-from rollout.cluster.placement import check_alike, check_room, place
+from rollout.cluster.placement import check_alike, check_room, check_store, place
 from rollout.cluster.supervision import Supervisor, remove_placement
 from rollout.cluster.workforce import Post, describe, start_workers
 from rollout.control.controller import Controller
@@ -245,6 +245,8 @@ class ControllerActor:
             described = await asyncio.to_thread(describe, posts.values(), timeout_s)
             check_alike([*self._described, *described], deterministic=self._config.engine.deterministic)
             check_room(described, max_context=self._description.max_context)
+            stay = [each for each in self._described if each.worker in self._workers.actors]
+            await asyncio.to_thread(check_store, self._config.pool, [*stay, *described])
         except BaseException:
             self._workers.hire(posts)
             for worker in posts:

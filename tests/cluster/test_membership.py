@@ -167,6 +167,19 @@ def test_more_workers_than_the_cluster_has_are_refused_and_none_is_added(service
             service.add_workers(4)
     finally:
         inside(controller(service), patience, usual)
+
+    def budget(self: Any, nbytes: int) -> int:
+        before = int(self._config.pool.budget_bytes)
+        pool = self._config.pool.model_copy(update={"budget_bytes": nbytes})
+        self._config = self._config.model_copy(update={"pool": pool})
+        return before
+
+    usual_bytes = inside(controller(service), budget, 512 << 20)
+    try:
+        with pytest.raises(ConfigError, match=r"pool\.budget_bytes: got 536870912, allowed: at most"):
+            service.add_workers()  # whose own share of the object store does not fit
+    finally:
+        inside(controller(service), budget, usual_bytes)
     for count in (0, -1):
         with pytest.raises(ConfigError, match=f"workers to add: got {count}, allowed: an integer >= 1"):
             service.add_workers(count)

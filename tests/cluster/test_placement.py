@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from rollout.cluster.description import WorkerDescription
-from rollout.cluster.placement import check_alike
+from rollout.cluster.placement import check_alike, check_room
 from rollout.errors import ConfigError
 from rollout.kv.keys import Fingerprint
 from rollout.types import NodeId, WorkerId
@@ -37,3 +37,10 @@ def test_elsewhere_a_warning_names_them(caplog: pytest.LogCaptureFixture) -> Non
         assert not caplog.records
         check_alike([FIRST, UNLIKE], deterministic=False)
     assert "between worker-0 and worker-2; it is computed again there" in caplog.text
+
+
+def test_a_worker_with_less_room_than_the_service_promised_is_refused() -> None:
+    small = replace(LIKE, max_context=2047)
+    check_room([FIRST, LIKE], max_context=2048)
+    with pytest.raises(ConfigError, match="worker-1 has room for 2047 tokens of a sequence, the service allows 2048"):
+        check_room([FIRST, small], max_context=2048)
