@@ -357,6 +357,7 @@ class World:
             self.perhaps_holding.discard(t)
         elif record.phase is Phase.SUSPENDED:
             assert t in self.to_hold or self._may_hold(record), "suspended though nobody asked for that"
+            assert t not in self.books.discarded, "suspended though it was given up"
             self.holding.add(t)
         elif record.intent is not None and record.intent.then is not Then.HOLD:
             self.holding.discard(t)
@@ -424,6 +425,7 @@ class World:
                 assert not left_by(site.addressed, t), "started elsewhere than where its KV is kept"
         if (home := self.kept.pop(t, None)) is not None:
             self.used.add(home)
+        assert t not in self.books.discarded, "started though it was given up"
         (record,) = self.controller.resolve([t])[0]
         promoted = start.assignment.watch.slice_tokens == 0
         self.promotions += promoted
