@@ -5,8 +5,9 @@ own controller, scheduler and cache: `short` outputs that are stopped often; `lo
 in slices, collected by a quota; and `starved`, a device that holds much less than what wants to run, with the policy
 `memory`. What a side costs is the virtual time that it takes for the same work: `turns` turns, each to the end of all
 its trajectories, after one that does not count, in which `auto` meets places it never measured, as always.
-`results.simulated.<workload>` has the seconds of `auto` and of each place with `keep` fixed, medians of `seeds`, and
-where `auto` put what; `ratios.regret_<workload>` is the time of `auto` over that of the best fixed `keep`.
+`results.simulated.<workload>` has the seconds of `auto` and of each place with `keep` fixed, means over `seeds`, each
+the same work for all, and where `auto` put what; `ratios.regret_<workload>` is the time of `auto` over that of the best
+fixed `keep`.
 
 Then the fixed `keep` that was best there is compared with `auto` on two real services that are there for all of it
 (`services`): `pairs` pairs of one turn each, whose order alternates. `ratios.real_<workload>` is the median of `auto`'s
@@ -114,7 +115,7 @@ class Settings(Section):
     calibration: Calibration = Calibration()
     turns: PositiveInt = 3
     """That count, of each simulation."""
-    seeds: PositiveInt = 5
+    seeds: PositiveInt = 8
     """Simulations of each side."""
     pairs: int = Field(default=7, ge=0)
     """Of real turns; 0: no workload is run for real."""
@@ -201,7 +202,7 @@ def simulate_all(settings: Settings, name: Name, rates: MachineRates) -> tuple[d
     draw, count = Draw(settings, name), 1 + settings.turns
     work = [[draw.turn(f"{seed}-{turn}") for turn in range(count)] for seed in range(settings.seeds)]
     outcomes = {keep: [simulate(settings, name, rates, keep, turns) for turns in work] for keep in (Keep.AUTO, *FIXED)}
-    costs = {keep: statistics.median(each.seconds for each in of) for keep, of in outcomes.items()}
+    costs = {keep: statistics.fmean(each.seconds for each in of) for keep, of in outcomes.items()}
     best = min(FIXED, key=lambda keep: costs[keep])
     pairs = zip(outcomes[Keep.AUTO], outcomes[best], strict=True)
     ours = outcomes[Keep.AUTO]
