@@ -49,9 +49,10 @@ from rollout.cluster.description import Batch
 from rollout.cluster.exports import Exports
 from rollout.cluster.host import Host
 from rollout.config import AbortConfig, EngineConfig, GroupsConfig, HostConfig, ResumeConfig, Section, load_config
+from rollout.control.commands import Assignment, LoopWatch, Watch
 from rollout.control.controller import Controller
-from rollout.control.messages import Assignment, LoopWatch, Pace, Watch, WorkerEvent
-from rollout.control.records import Submission
+from rollout.control.messages import Pace, WorkerEvent
+from rollout.control.submission import Submission
 from rollout.engine.engine import Engine
 from rollout.engine.scheduler import Scheduler
 from rollout.errors import DeadlineError

@@ -37,7 +37,7 @@ from benchmarks.peer import Peer
 from benchmarks.peers.protocol import Prepared, serve
 from benchmarks.standin import StandIn
 from rollout.config import EngineConfig, HostConfig, Memory, ModelConfig, Section
-from rollout.control.messages import Assignment, LoopWatch, Watch
+from rollout.control.commands import Assignment, LoopWatch, Watch
 from rollout.engine import runner
 from rollout.engine.assembly import assemble
 from rollout.engine.engine import Engine

@@ -21,7 +21,8 @@ from rollout.cluster.pool import Pool
 from rollout.cluster.reader import PoolReader
 from rollout.cluster.worker import Worker
 from rollout.config import Config
-from rollout.control.messages import Export, Exported, ExportFailed, WorkerFacts
+from rollout.control.commands import Export
+from rollout.control.messages import Exported, ExportFailed, WorkerFacts
 from rollout.engine.engine import Engine
 from rollout.engine.scheduler import Scheduler
 from rollout.engine.sequence import Sequence

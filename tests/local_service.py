@@ -12,14 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from rollout.config import AbortConfig, EngineConfig, GroupsConfig, HostConfig, ModelConfig, ResumeConfig
-from rollout.control.controller import Controller
-from rollout.control.messages import (
+from rollout.control.commands import (
     Command,
     Drop,
-    Event,
     Expect,
     Export,
-    Exported,
     KeepThere,
     Pause,
     Recall,
@@ -29,12 +26,11 @@ from rollout.control.messages import (
     Start,
     Stop,
     Unpause,
-    WorkerDown,
-    WorkerEvent,
-    WorkerReport,
-    WorkerUp,
 )
-from rollout.control.records import Record, Submission
+from rollout.control.controller import Controller
+from rollout.control.messages import Event, Exported, WorkerDown, WorkerEvent, WorkerReport, WorkerUp
+from rollout.control.records import Record
+from rollout.control.submission import Submission
 from rollout.engine.assembly import Assembled, assemble
 from rollout.errors import SegmentMissingError
 from rollout.kv.fence import Fence

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rollout.cluster.description import ServiceDescription
-from rollout.control.records import Submission
+from rollout.control.submission import Submission
 from rollout.errors import InvalidPromptError, InvalidSamplingError, PromptTooLongError
 from rollout.text import Prompt, Tokenizer
 from rollout.types import GroupId, Priority, SamplingParams, Trajectory, trajectory_seed

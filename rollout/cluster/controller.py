@@ -22,28 +22,24 @@ from rollout.cluster.description import ServiceDescription, WorkerDescription
 from rollout.cluster.placement import check_alike, check_room, check_store, place
 from rollout.cluster.supervision import Supervisor, remove_placement
 from rollout.cluster.workforce import Post, describe, start_workers
-from rollout.control.controller import Controller
-from rollout.control.messages import (
+from rollout.control.commands import (
     Command,
     Drop,
-    Event,
     Expect,
     Export,
-    ExportFailed,
     KeepThere,
     Pause,
-    PoolRoom,
     Recall,
     Release,
     Retain,
     Retire,
-    Spilled,
     Start,
     Stop,
-    Tick,
     Unpause,
 )
-from rollout.control.records import Submission
+from rollout.control.controller import Controller
+from rollout.control.messages import Event, ExportFailed, PoolRoom, Spilled, Tick
+from rollout.control.submission import Submission
 from rollout.errors import ConfigError, ServiceBusyError, StalledError
 from rollout.metrics import KVCheck, ServiceStats
 from rollout.types import (

@@ -18,7 +18,8 @@ import torch
 from rollout.cluster.description import Batch, WorkerDescription
 from rollout.cluster.exports import Exports
 from rollout.config import Config, Memory
-from rollout.control.messages import Assignment, Failed, Moved, Parked, Sampled, WorkerEvent
+from rollout.control.commands import Assignment
+from rollout.control.messages import Failed, Moved, Parked, Sampled, WorkerEvent
 from rollout.engine.assembly import assemble
 from rollout.errors import DeadlineError, RequestError
 from rollout.kv.image import Buffer, Manifest, describe, join

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollout.control.messages import Displaced, Export
+from rollout.control.commands import Export
+from rollout.control.messages import Displaced
 from rollout.kv.ledger import Place
 from rollout.types import NodeId, SegmentRun, Turn
 

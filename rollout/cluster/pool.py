@@ -25,7 +25,8 @@ from rollout.cluster.jobs import Job, Part, as_runs
 from rollout.cluster.spilling import SpillWatch, find_spill_parent
 from rollout.cluster.warmth import Warmth
 from rollout.config import Config, PoolConfig
-from rollout.control.messages import Displaced, Export, Exported, ExportFailed
+from rollout.control.commands import Export
+from rollout.control.messages import Displaced, Exported, ExportFailed
 from rollout.errors import KVError, PoolFullError, SegmentDamagedError, SupersededError
 from rollout.kv.image import Manifest
 from rollout.kv.keys import Fingerprint, PageKey

@@ -15,7 +15,7 @@ from rollout.cluster.host import Host
 from rollout.cluster.mapping import touch_store
 from rollout.cluster.reader import PoolReader
 from rollout.config import Config
-from rollout.control.messages import Assignment
+from rollout.control.commands import Assignment
 from rollout.errors import SegmentMissingError
 from rollout.kv.image import Buffer, Manifest
 from rollout.metrics import WorkerStats

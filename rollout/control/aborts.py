@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from rollout.control.records import Intent, Record
+from rollout.control.intent import Intent
+from rollout.control.records import Record
 from rollout.types import AbortReport, FinishReason, TrajectoryId
 
 

@@ -16,14 +16,17 @@ from typing import Any
 
 from rollout.config import AbortConfig, GroupsConfig, ResumeConfig
 from rollout.control.aborts import AbortTicket
+from rollout.control.commands import Command
 from rollout.control.extension import check_extendable
+from rollout.control.intent import Intent
 from rollout.control.keeping import Keeping
 from rollout.control.membership import Membership
-from rollout.control.messages import Command, Event
-from rollout.control.records import Batch, Intent, Record, Submission
+from rollout.control.messages import Event
+from rollout.control.records import Batch, Record
 from rollout.control.reports import Reports
 from rollout.control.roster import Roster
 from rollout.control.stops import Stops
+from rollout.control.submission import Submission
 from rollout.control.suspension import Suspensions
 from rollout.errors import UnknownWorkerError
 from rollout.metrics import Accounts, RolloutCounters

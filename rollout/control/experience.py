@@ -8,8 +8,9 @@ import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 
+from rollout.control.intent import Intent
 from rollout.control.paces import PaceMeter
-from rollout.control.records import Intent, Record
+from rollout.control.records import Record
 from rollout.types import AbortReason, Then
 
 WEIGHT = 0.1

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Sequence
 
 from rollout.control.lifecycle import ON_WORKER
 from rollout.control.pooled import Pooled
-from rollout.control.records import Batch, Group, Record, Submission
+from rollout.control.records import Batch, Group, Record
+from rollout.control.submission import Submission
 from rollout.errors import DuplicateKeyError
 from rollout.metrics import Accounts
 from rollout.types import AbortReason, Delivery, FinishReason, GroupId, Phase, Trajectory, TrajectoryId

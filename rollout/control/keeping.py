@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from rollout.control.costs import Case, costs_s
 from rollout.control.experience import Experience
 from rollout.control.fleet import Worker
+from rollout.control.intent import Intent
 from rollout.control.messages import PoolRoom, WorkerFacts
-from rollout.control.records import Intent, Record
+from rollout.control.records import Record
 from rollout.metrics import Choice, Decision
 from rollout.types import AbortReason, Keep, NodeId
 

@@ -2,9 +2,11 @@
 
 from dataclasses import replace
 
+from rollout.control.commands import Command, Pause, Retire, Unpause
 from rollout.control.fleet import Worker
-from rollout.control.messages import Command, Pause, Retire, Unpause, WorkerDown, WorkerUp
-from rollout.control.records import Intent, Record
+from rollout.control.intent import Intent
+from rollout.control.messages import WorkerDown, WorkerUp
+from rollout.control.records import Record
 from rollout.control.roster import Roster
 from rollout.control.stops import Stops
 from rollout.control.suspension import Suspensions

@@ -20,9 +20,10 @@ from rollout.config import (
     Stale,
     Tail,
 )
+from rollout.control.commands import LoopWatch, Watch
+from rollout.control.intent import Intent
 from rollout.control.lengths import Lengths
-from rollout.control.messages import LoopWatch, Watch
-from rollout.control.records import Intent, Record
+from rollout.control.records import Record
 from rollout.types import AbortReason, Keep, Then, Version
 
 P = TypeVar("P", bound=Policy)

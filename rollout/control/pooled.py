@@ -2,7 +2,7 @@
 
 from collections.abc import Set
 
-from rollout.control.messages import Command, Expect, Retain
+from rollout.control.commands import Command, Expect, Retain
 from rollout.types import Image, NodeId, SegmentId, TrajectoryId, Turn, Wait
 
 

@@ -1,13 +1,14 @@
 """What the controller knows of a trajectory and of its group. Mutated by the controller only."""
 
 from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import Any
 
+from rollout.control.commands import Assignment, Watch
+from rollout.control.intent import Home, Intent, Transfer
 from rollout.control.lengths import Lengths
 from rollout.control.lifecycle import ON_WORKER, OVER, move
-from rollout.control.messages import Admitted, Assignment, Sampled, Watch
+from rollout.control.messages import Admitted, Sampled
 from rollout.control.pooled import Pooled
+from rollout.control.submission import Submission
 from rollout.types import (
     AbortReason,
     Attempt,
@@ -28,83 +29,6 @@ from rollout.types import (
     trajectory_seed,
     version_runs,
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Submission:
-    """A group to roll out."""
-
-    group_id: GroupId
-    prompt_ids: tuple[int, ...]
-    sampling: tuple[SamplingParams, ...]
-    """One for each sample."""
-    seeds: tuple[int, ...]
-    """Likewise."""
-    metadata: dict[str, Any] = field(default_factory=dict)
-    priority: Priority = Priority.TRAIN
-    deadline_s: float | None = None
-    """After which it is stopped; None: what the policy says, if there is one."""
-    max_group_tokens: int | None = None
-    """Sampled by all members together, over all their attempts; None: any number."""
-    multi_turn: bool = False
-    """A stop ends a turn: the trajectory then waits for `extend`."""
-    caller: str = ""
-    """Whose waits between turns are alike."""
-    partial: bool = False
-    """Members are handed out as they end."""
-
-    def __post_init__(self) -> None:
-        assert len(self.sampling) == len(self.seeds), (len(self.sampling), len(self.seeds))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Intent:
-    """What is to become of a trajectory once it is out of the batch."""
-
-    keep: Keep
-    """AUTO: to be decided when the trajectory has stopped."""
-    then: Then
-    reason: AbortReason = AbortReason.DRIVER
-
-    @property
-    def continues(self) -> bool:
-        """Whether the trajectory goes on later with what it has."""
-        return self.then in (Then.HOLD, Then.REQUEUE)
-
-    @property
-    def keeps(self) -> bool:
-        """Whether the KV is of any use then."""
-        return self.keep is not Keep.NONE and self.continues
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Home:
-    """KV that a suspended trajectory has on a worker."""
-
-    worker: WorkerId
-    epoch: int
-    """In which it was left there."""
-    where: Keep
-    """DEVICE or HOST."""
-    kv_tokens: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Transfer:
-    """What was commanded for the KV of a trajectory that is being suspended, and is to be answered."""
-
-    class Kind(StrEnum):
-        EXPORT = "export"
-        KEEP = "keep"
-        RECALL = "recall"
-
-    kind: Kind
-    worker: WorkerId
-    epoch: int
-    back: Keep | None = None
-    """Of an export: where on the worker it was kept before, and is kept again if that fails. It is then this, again."""
-    displaced: bool = False
-    """Of an export: the image that was there before is gone; what is left of it is let go of when this is answered."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -1,10 +1,9 @@
 """What is told to the controller from outside: by workers, by pools, by the clock."""
 
+from rollout.control.commands import Command, Drop
 from rollout.control.membership import Membership
 from rollout.control.messages import (
     Admitted,
-    Command,
-    Drop,
     Event,
     Exported,
     ExportFailed,

@@ -7,12 +7,13 @@ import functools
 from collections import Counter, deque
 
 from rollout.config import AbortConfig, GroupsConfig, ResumeConfig, SliceBudget
+from rollout.control.commands import Command, Release, Start, Watch
 from rollout.control.fleet import Fleet, Worker
 from rollout.control.groups import Groups
+from rollout.control.intent import Home, Intent
 from rollout.control.keeping import Keeping
-from rollout.control.messages import Command, Release, Start, Watch
 from rollout.control.policies import Policies
-from rollout.control.records import Home, Intent, Record
+from rollout.control.records import Record
 from rollout.control.routing import Router, away_s, most_room, to_go
 from rollout.types import AbortReason, FinishReason, Keep, Phase, Priority, Then
 

@@ -4,8 +4,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from rollout.control.messages import Command, Stop
-from rollout.control.records import Intent, Record
+from rollout.control.commands import Command, Stop
+from rollout.control.intent import Intent
+from rollout.control.records import Record
 from rollout.control.roster import Roster
 from rollout.control.suspension import ON_WORKER, Suspensions
 from rollout.types import AbortReason, GroupId, Phase, Priority, Then

@@ -10,21 +10,11 @@ fails leaves the KV where it was; what an abort says comes then happens in any c
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rollout.control.messages import (
-    Command,
-    Displaced,
-    Export,
-    Exported,
-    ExportFailed,
-    KeepThere,
-    Moved,
-    Parked,
-    Recall,
-    Recalled,
-    Release,
-)
+from rollout.control.commands import Command, Export, KeepThere, Recall, Release
+from rollout.control.intent import Home, Intent, Transfer
+from rollout.control.messages import Displaced, Exported, ExportFailed, Moved, Parked, Recalled
 from rollout.control.pooled import Pooled
-from rollout.control.records import Home, Intent, Record, Transfer
+from rollout.control.records import Record
 from rollout.control.roster import Roster
 from rollout.control.routing import move_s, recompute_s
 from rollout.types import AbortReason, FinishReason, Keep, Phase, Then, TrajectoryId, WorkerId

@@ -9,9 +9,9 @@ import math
 import time
 from collections.abc import Callable
 
+from rollout.control.commands import Assignment
 from rollout.control.messages import (
     Admitted,
-    Assignment,
     Failed,
     Finished,
     Preempted,

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from rollout.control.messages import Assignment
+from rollout.control.commands import Assignment
 from rollout.engine.sequence import Sequence
 from rollout.errors import InvalidPromptError, PromptTooLongError
 from rollout.kv.keys import PageKey, PageNames

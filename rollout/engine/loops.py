@@ -6,7 +6,7 @@ are; a sequence looks once in `every` tokens, so that a token costs a bounded nu
 
 from array import array
 
-from rollout.control.messages import LoopWatch
+from rollout.control.commands import LoopWatch
 
 ANCHOR_TOKENS = 8
 """At the end, that are looked for before."""

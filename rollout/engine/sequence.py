@@ -10,7 +10,7 @@ import sys
 from array import array
 from enum import StrEnum
 
-from rollout.control.messages import Assignment
+from rollout.control.commands import Assignment
 from rollout.engine.loops import LoopFinder
 from rollout.kv.chain import Chain, ChainValues
 from rollout.kv.holding import Holding

@@ -8,7 +8,8 @@ prompt. There are no objects, so nothing is ever damaged, split or lost, and no 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from rollout.control.messages import Displaced, Export, Exported, ExportFailed, PoolRoom
+from rollout.control.commands import Export
+from rollout.control.messages import Displaced, Exported, ExportFailed, PoolRoom
 from rollout.errors import KVError, SupersededError
 from rollout.kv.keys import PageKey
 from rollout.kv.ledger import Place, PoolLedger

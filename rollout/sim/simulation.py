@@ -9,11 +9,9 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 
 from rollout.config import AbortConfig, EngineConfig, GroupsConfig, HostConfig, Memory, ResumeConfig
 from rollout.control.aborts import AbortTicket
-from rollout.control.controller import Controller
-from rollout.control.messages import (
+from rollout.control.commands import (
     Command,
     Drop,
-    Event,
     Expect,
     Export,
     KeepThere,
@@ -24,11 +22,11 @@ from rollout.control.messages import (
     Retire,
     Start,
     Stop,
-    Tick,
     Unpause,
-    WorkerUp,
 )
-from rollout.control.records import Submission
+from rollout.control.controller import Controller
+from rollout.control.messages import Event, Tick, WorkerUp
+from rollout.control.submission import Submission
 from rollout.errors import StalledError
 from rollout.sim.clock import Clock
 from rollout.sim.machine import MachineRates

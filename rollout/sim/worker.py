@@ -9,7 +9,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from rollout.config import EngineConfig, HostConfig, Memory
-from rollout.control.messages import Assignment, Failed, Parked, WorkerEvent, WorkerReport
+from rollout.control.commands import Assignment
+from rollout.control.messages import Failed, Parked, WorkerEvent, WorkerReport
 from rollout.engine.engine import Engine
 from rollout.engine.images import Images
 from rollout.engine.rates import Rates

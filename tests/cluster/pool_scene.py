@@ -8,7 +8,8 @@ from ray.exceptions import ActorDiedError
 
 from rollout.cluster.pool import Pool
 from rollout.config import PoolConfig
-from rollout.control.messages import Export, Exported, ExportFailed
+from rollout.control.commands import Export
+from rollout.control.messages import Exported, ExportFailed
 from rollout.kv.image import Manifest
 from rollout.kv.keys import Fingerprint
 from rollout.types import Image, NodeId, SegmentId, SequenceKey, TrajectoryId, Turn, Wait, WorkerId

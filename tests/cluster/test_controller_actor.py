@@ -15,7 +15,7 @@ from rollout.cluster.description import Batch, ServiceDescription, WorkerDescrip
 from rollout.cluster.workforce import Post
 from rollout.config import load_config
 from rollout.control.messages import Admitted, Displaced, Exported, ExportFailed, Parked, Sampled
-from rollout.control.records import Submission
+from rollout.control.submission import Submission
 from rollout.kv.keys import Fingerprint
 from rollout.text import read_tokenizer_files
 from rollout.types import (

@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
-from rollout.control.messages import Export, Exported, ExportFailed
+from rollout.control.commands import Export
+from rollout.control.messages import Exported, ExportFailed
 from rollout.errors import SegmentMissingError
 from rollout.kv.image import Manifest
 from rollout.kv.keys import Fingerprint

@@ -14,19 +14,8 @@ import torch
 
 from rollout.cluster.host import Host
 from rollout.config import load_config
-from rollout.control.messages import (
-    Admitted,
-    Assignment,
-    Failed,
-    Finished,
-    Freed,
-    Moved,
-    Parked,
-    Sampled,
-    Watch,
-    WorkerEvent,
-    WorkerFacts,
-)
+from rollout.control.commands import Assignment, Watch
+from rollout.control.messages import Admitted, Failed, Finished, Freed, Moved, Parked, Sampled, WorkerEvent, WorkerFacts
 from rollout.errors import SegmentMissingError
 from rollout.kv.image import verify
 from rollout.kv.restore import Segment

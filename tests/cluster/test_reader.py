@@ -17,7 +17,8 @@ from rollout.cluster.description import NAMESPACE, pool_name
 from rollout.cluster.pool import Pool
 from rollout.cluster.reader import PoolReader
 from rollout.config import PoolConfig
-from rollout.control.messages import Export, Exported
+from rollout.control.commands import Export
+from rollout.control.messages import Exported
 from rollout.errors import DeadlineError, PoolFullError, SegmentMissingError
 from rollout.kv.keys import Fingerprint
 from rollout.kv.restore import Segment

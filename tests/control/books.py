@@ -7,7 +7,8 @@ from typing import NamedTuple
 from rollout.config import AbortConfig, GroupsConfig
 from rollout.control.lifecycle import ON_WORKER
 from rollout.control.membership import MOST_LOSSES
-from rollout.control.records import Record, Submission
+from rollout.control.records import Record
+from rollout.control.submission import Submission
 from rollout.metrics import Accounts
 from rollout.types import (
     AbortReason,

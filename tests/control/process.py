@@ -10,26 +10,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
+from rollout.control.commands import Assignment, KeepThere, Pause, Recall, Release, Start, Stop, Unpause
 from rollout.control.messages import (
     Admitted,
-    Assignment,
     Failed,
     Finished,
     Freed,
-    KeepThere,
     Moved,
     Pace,
     Parked,
-    Pause,
     Preempted,
-    Recall,
     Recalled,
-    Release,
     RestoreFailed,
     Sampled,
-    Start,
-    Stop,
-    Unpause,
     WorkerEvent,
     WorkerFacts,
 )

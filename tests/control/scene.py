@@ -6,37 +6,30 @@ from typing import Any
 
 from rollout.config import AbortConfig, GroupsConfig, ResumeConfig
 from rollout.control.aborts import AbortTicket
+from rollout.control.commands import Command, Expect, Export, KeepThere, Recall, Release, Retain, Start, Stop
 from rollout.control.controller import Controller
 from rollout.control.messages import (
     Admitted,
-    Command,
     Displaced,
     Event,
-    Expect,
-    Export,
     Exported,
     ExportFailed,
     Failed,
     Finished,
     Freed,
-    KeepThere,
     Moved,
     Parked,
     Preempted,
-    Recall,
     Recalled,
-    Release,
     RestoreFailed,
-    Retain,
     Sampled,
-    Start,
-    Stop,
     WorkerDown,
     WorkerEvent,
     WorkerReport,
     WorkerUp,
 )
-from rollout.control.records import Record, Submission
+from rollout.control.records import Record
+from rollout.control.submission import Submission
 from rollout.types import (
     AbortReason,
     Columns,

@@ -9,28 +9,22 @@ from typing import Any
 
 from rollout.config import AbortConfig, GroupsConfig, ResumeConfig
 from rollout.control.aborts import AbortTicket
+from rollout.control.commands import Command, Expect, Export, KeepThere, Recall, Start, Stop
 from rollout.control.controller import Controller
 from rollout.control.messages import (
     Admitted,
-    Command,
     Event,
-    Expect,
-    Export,
     Exported,
     ExportFailed,
     Failed,
     Finished,
-    KeepThere,
     Moved,
     Pace,
     Parked,
     PoolRoom,
     Preempted,
-    Recall,
     Recalled,
     Sampled,
-    Start,
-    Stop,
     Tick,
     WeightsLive,
     WorkerDown,
@@ -39,7 +33,8 @@ from rollout.control.messages import (
     WorkerReport,
     WorkerUp,
 )
-from rollout.control.records import Record, Submission
+from rollout.control.records import Record
+from rollout.control.submission import Submission
 from rollout.types import (
     AbortReason,
     Columns,

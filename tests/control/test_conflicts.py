@@ -3,7 +3,7 @@
 import pytest
 
 from rollout.config import GroupsConfig
-from rollout.control.messages import KeepThere
+from rollout.control.commands import KeepThere
 from rollout.types import AbortReason, Keep, Phase, Then
 from tests.control.scene import (
     W1,

@@ -4,16 +4,8 @@ import dataclasses
 
 import pytest
 
-from rollout.control.messages import (
-    Assignment,
-    Export,
-    Exported,
-    ExportFailed,
-    Release,
-    Start,
-    Watch,
-    WorkerEvent,
-)
+from rollout.control.commands import Assignment, Export, Release, Start, Watch
+from rollout.control.messages import Exported, ExportFailed, WorkerEvent
 from rollout.errors import DuplicateKeyError
 from rollout.metrics import RolloutCounters
 from rollout.types import (

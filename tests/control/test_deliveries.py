@@ -2,8 +2,8 @@
 
 import pytest
 
+from rollout.control.commands import KeepThere
 from rollout.control.controller import Controller
-from rollout.control.messages import KeepThere
 from rollout.types import Keep, Then
 from tests.control.scene import W1, W2, Scene, T, U, decoding, exported, finished, image, parked, suspended
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from rollout.control.messages import Displaced, Drop, Export, Exported, ExportFailed, Spilled
+from rollout.control.commands import Drop, Export
+from rollout.control.messages import Displaced, Exported, ExportFailed, Spilled
 from rollout.types import Image, Keep, NodeId, Phase, SegmentId, Then, TrajectoryId, Turn, Wait
 from tests.control.scene import (
     W1,

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout.control.experience import FORGET_S, OVERDUE, WEIGHT, Experience
-from rollout.control.records import Intent
+from rollout.control.intent import Intent
 from rollout.types import AbortReason, Keep, Then
 from tests.control.stage import W1, W2, Stage, facts, member, pace
 

@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout.control.fleet import Fleet
+from rollout.control.intent import Home
 from rollout.control.messages import WorkerUp
 from rollout.control.pooled import Pooled
-from rollout.control.records import Batch, Group, Home, Record
+from rollout.control.records import Batch, Group, Record
 from rollout.control.routing import most_room
 from rollout.types import Keep, NodeId, Priority, TrajectoryId, WorkerId
 from tests.control.scene import W1, W2, W3, submission

@@ -3,7 +3,8 @@
 import pytest
 
 from rollout.control.groups import Groups
-from rollout.control.records import Batch, Record, Submission
+from rollout.control.records import Batch, Record
+from rollout.control.submission import Submission
 from rollout.errors import DuplicateKeyError
 from rollout.types import FinishReason, GroupId, Phase, TrajectoryId, Version
 from tests.control.scene import columns, submission

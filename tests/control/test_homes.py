@@ -2,7 +2,7 @@
 
 import pytest
 
-from rollout.control.messages import KeepThere, Stop
+from rollout.control.commands import KeepThere, Stop
 from rollout.types import FinishReason, Keep, Phase, Then, TrajectoryId
 from tests.control.scene import (
     W1,

@@ -4,8 +4,9 @@ import math
 
 import pytest
 
+from rollout.control.commands import Command, Export, KeepThere, Release
 from rollout.control.keeping import PROBE_EVERY, REMEMBERED
-from rollout.control.messages import Command, Export, KeepThere, Parked, Release, WorkerFacts
+from rollout.control.messages import Parked, WorkerFacts
 from rollout.metrics import Choice, Decision, ServiceStats
 from rollout.types import AbortReason, Keep, Then, TrajectoryId
 from tests.control.stage import W1, W2, Stage, facts, member, pace

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.control.messages import Export, KeepThere, Pause, Retire, Start, Stop, Unpause
+from rollout.control.commands import Export, KeepThere, Pause, Retire, Start, Stop, Unpause
 from rollout.errors import UnknownWorkerError
 from rollout.types import AbortReason, Keep, Phase, Then, WorkerId
 from tests.control.stage import W1, W2, W3, Stage, member, start_of, started, stopped, submission

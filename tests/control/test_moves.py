@@ -2,7 +2,8 @@
 
 import pytest
 
-from rollout.control.messages import Command, Export, ExportFailed, KeepThere, Release, Start
+from rollout.control.commands import Command, Export, KeepThere, Release, Start
+from rollout.control.messages import ExportFailed
 from rollout.types import FinishReason, Image, Keep, NodeId, Phase, Resume, Then
 from tests.control.scene import (
     W1,

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rollout.control.messages import Release
+from rollout.control.commands import Release
 from rollout.errors import NotExtendableError, PromptTooLongError
 from rollout.types import AbortReason, FinishReason, Keep, Phase, Then
 from tests.control.stage import W1, W2, Stage, member, start_of, started, stopped, submission

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout.config import AbortConfig
-from rollout.control.messages import Command, Export, KeepThere, LoopWatch, Release, Stop, Watch
+from rollout.control.commands import Command, Export, KeepThere, LoopWatch, Release, Stop, Watch
 from rollout.control.policies import memory_policy
 from rollout.types import AbortReason, FinishReason, Phase, Then, TrajectoryId
 from tests.control.stage import W1, W2, Stage, member, start_of, started, stopped, submission

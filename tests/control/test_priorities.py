@@ -1,6 +1,6 @@
 """Evaluation goes first: it takes the places of the youngest training trajectories, which lose nothing."""
 
-from rollout.control.messages import Export
+from rollout.control.commands import Export
 from rollout.types import AbortReason, Keep, Phase, Priority
 from tests.control.stage import W1, W2, Stage, member, started, stopped, submission
 

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollout.control.commands import Recall, Release
 from rollout.control.fleet import REMEMBERED_GROUPS
 from rollout.control.lengths import Lengths
-from rollout.control.messages import Recall, Release, WorkerFacts
+from rollout.control.messages import WorkerFacts
 from rollout.control.routing import Router, start_s, to_go
 from rollout.types import AbortReason, GroupId, Keep, Phase, TrajectoryId, WorkerId
 from tests.control.stage import W1, W2, W3, Stage, facts, member, pace, start_of, started, submission

@@ -2,8 +2,9 @@
 
 import pytest
 
+from rollout.control.commands import Drop
 from rollout.control.membership import MOST_LOSSES
-from rollout.control.messages import Drop, WorkerDown
+from rollout.control.messages import WorkerDown
 from rollout.control.roster import TROUBLES
 from rollout.types import FinishReason, Image, NodeId, Phase, SegmentId, TrajectoryId
 from tests.control.scene import (

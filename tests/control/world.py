@@ -14,33 +14,26 @@ from typing import Any
 
 from rollout.config import AbortConfig, GroupsConfig, ResumeConfig, Stale
 from rollout.control.aborts import AbortTicket
+from rollout.control.commands import Command, Drop, Expect, Export, KeepThere, Recall, Release, Retain, Retire, Start
 from rollout.control.controller import Controller
+from rollout.control.intent import Transfer
 from rollout.control.messages import (
-    Command,
     Displaced,
-    Drop,
     Event,
-    Expect,
-    Export,
     Exported,
     ExportFailed,
     Freed,
-    KeepThere,
     Moved,
     PoolRoom,
-    Recall,
     Recalled,
-    Release,
-    Retain,
-    Retire,
-    Start,
     Tick,
     WeightsLive,
     WorkerDown,
     WorkerReport,
     WorkerUp,
 )
-from rollout.control.records import Record, Submission, Transfer
+from rollout.control.records import Record
+from rollout.control.submission import Submission
 from rollout.errors import NotExtendableError, PromptTooLongError, UnknownWorkerError
 from rollout.types import (
     AbortReason,

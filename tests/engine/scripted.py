@@ -7,7 +7,8 @@ or a forward takes some.
 from collections.abc import Callable, Sequence
 
 from rollout.config import NoWrites, WritePolicy
-from rollout.control.messages import Assignment, Parked, Sampled, Watch, WorkerEvent
+from rollout.control.commands import Assignment, Watch
+from rollout.control.messages import Parked, Sampled, WorkerEvent
 from rollout.engine.engine import Engine
 from rollout.engine.images import Images
 from rollout.engine.interface import Draw

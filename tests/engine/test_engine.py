@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollout.control.messages import Admitted, Assignment, Failed, Preempted, Sampled, Watch
+from rollout.control.commands import Assignment, Watch
+from rollout.control.messages import Admitted, Failed, Preempted, Sampled
 from rollout.errors import ConfigError, InvalidPromptError, PromptTooLongError
 from rollout.types import Columns, FinishReason, SamplingParams, TrajectoryId
 from tests.engine.test_parity import prompts

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from rollout.control.messages import Assignment, Finished, Watch
+from rollout.control.commands import Assignment, Watch
+from rollout.control.messages import Finished
 from rollout.types import Columns, Keep, Phase, SamplingParams, Trajectory, TrajectoryId
 from tests.engine.test_parity import prompts
 from tests.local_service import LocalService

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from rollout.control.messages import LoopWatch
+from rollout.control.commands import LoopWatch
 from rollout.engine.loops import LoopFinder
 
 

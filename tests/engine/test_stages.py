@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from rollout.control.messages import Admitted, Finished, Freed, LoopWatch, Moved, Parked, Recalled, Sampled, Watch
+from rollout.control.commands import LoopWatch, Watch
+from rollout.control.messages import Admitted, Finished, Freed, Moved, Parked, Recalled, Sampled
 from rollout.engine.sequence import Sequence
 from rollout.types import Columns, Image, Keep, NodeId, SegmentId, SegmentRun, TrajectoryId, Version
 from tests.engine.scripted import PAGE_TOKENS, Scripted, count_up

@@ -9,7 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rollout.config import EngineConfig, HostConfig, ModelConfig
-from rollout.control.messages import Admitted, Assignment, Finished, Parked, Sampled, Watch, WorkerEvent
+from rollout.control.commands import Assignment, Watch
+from rollout.control.messages import Admitted, Finished, Parked, Sampled, WorkerEvent
 from rollout.engine.assembly import Assembled, assemble
 from rollout.model.spec import read_spec
 from rollout.types import AbortReason, Columns, FinishReason, Image, Keep, SamplingParams, TrajectoryId, Version

@@ -2,7 +2,8 @@
 
 import pytest
 
-from rollout.control.messages import Finished, LoopWatch, Parked, Sampled, Watch
+from rollout.control.commands import LoopWatch, Watch
+from rollout.control.messages import Finished, Parked, Sampled
 from rollout.errors import InvalidPromptError
 from rollout.types import AbortReason, Columns, FinishReason, TrajectoryId, Version
 from tests.engine.scripted import EOS_ID, VOCAB_SIZE, Say, Scripted

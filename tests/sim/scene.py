@@ -7,7 +7,7 @@ from typing import Any
 
 from rollout.config import AbortConfig
 from rollout.control.messages import Pace
-from rollout.control.records import Submission
+from rollout.control.submission import Submission
 from rollout.sim.machine import MachineRates
 from rollout.sim.simulation import Driver, Simulation, forced_group
 from rollout.types import Trajectory
