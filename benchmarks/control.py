@@ -125,8 +125,9 @@ class Settings(Section):
     steps: PositiveInt = 192
     """Decode steps that count, watched, and as many others."""
     block: PositiveInt = 32
-    """Steps of a turn, before which as many as `warm_steps` do not count."""
+    """Steps of a turn."""
     warm_steps: PositiveInt = 4
+    """At the beginning of each turn, that do not count."""
     stand_in: StandIn = StandIn(layers=1, kv_heads=1, head_dim=64, page_tokens=PAGE_TOKENS)
     """The worker's model."""
     mix: Mix = Mix()

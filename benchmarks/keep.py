@@ -110,9 +110,13 @@ class Settings(Section):
     workloads: tuple[Name, ...] = ("short", "longtail", "starved")
     """Which."""
     short: Shape = SHORT
+    """Short outputs that are stopped often."""
     longtail: Shape = LONGTAIL
+    """ServeGen's lengths, in slices, collected by a quota."""
     starved: Shape = STARVED
+    """A device that holds much less than what wants to run."""
     calibration: Calibration = Calibration()
+    """How the rates are measured."""
     turns: PositiveInt = 3
     """That count, of each simulation."""
     seeds: PositiveInt = 8

@@ -69,6 +69,7 @@ class Settings(Section):
     prompt_tokens: tuple[PositiveInt, PositiveInt] = (16, 48)
     """Least and most."""
     rounds: PositiveInt = 2
+    """Of a turn."""
     slice_tokens: PositiveInt = 64
     """Of `divided`."""
     slice_keep: KeepName = "auto"
