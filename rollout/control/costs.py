@@ -6,6 +6,9 @@ back takes if the trajectory resumes; not keeping it, the prefill of everything 
 be lost in the meantime (pages of the device that are needed for something else, images that displace others) costs its
 recomputation, as likely as that is. A place that has no room costs infinity, and so does every place if the KV is
 certain to be of no use. What was never measured costs nothing: so it is tried, and measured.
+
+That a trajectory may have to wait for the one worker that has its KV costs nothing here: others use the place
+meanwhile, and before it is long the KV moves (`Fleet`).
 """
 
 import math
@@ -34,8 +37,6 @@ class Case:
     """That its KV is of use then."""
     wait_s: float
     """Until it resumes."""
-    home_wait_s: float
-    """For room on the one worker that has its KV, beyond the wait for any worker."""
     turnover_tokens_s: float
     """KV that its worker takes pages for."""
     kept_tokens: int
@@ -61,11 +62,10 @@ def costs_s(case: Case) -> dict[Keep, float]:
     nbytes = case.kv_tokens * case.worker.token_bytes
     moving = case.worker.moving_share if case.worker.moving_share is not None else 1.0
     arriving = min(1.0, moving + case.place_share)
-    home_wait = case.place_share * case.home_wait_s
     survives = _survival(case)
-    device = useful * (survives * home_wait + (1.0 - survives) * recompute)
+    device = useful * (1.0 - survives) * recompute
     host = moving * _seconds(case.worker.save, nbytes)
-    host += useful * (arriving * _seconds(case.worker.load, nbytes) + home_wait)
+    host += useful * arriving * _seconds(case.worker.load, nbytes)
     new_bytes = (case.kv_tokens - case.pooled_tokens) * case.worker.token_bytes
     displaced = min(1.0, max(0.0, new_bytes - case.pool_free_bytes) / new_bytes) if new_bytes else 0.0
     pool = moving * _seconds(case.export, new_bytes) if new_bytes else 0.0

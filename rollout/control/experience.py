@@ -4,7 +4,6 @@ Measured on the running service, by what a trajectory was stopped for; of waits 
 never seen is expected to come back at once.
 """
 
-import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 
@@ -17,8 +16,6 @@ WEIGHT = 0.1
 """Of a new observation."""
 OVERDUE = 3.0
 """Times the usual interval, after which it is thought that there are no more updates."""
-FORGET_S = 30.0
-"""After which a wait that was not observed again counts for about a third."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -33,8 +30,6 @@ class Experience:
 
     def __init__(self) -> None:
         self._fates: dict[Hashable, _Fate] = {}
-        self._home_wait_s = 0.0
-        self._home_at = 0.0
         self._version_s: float | None = None
         self._version_at: float | None = None
         self.exports = PaceMeter()
@@ -55,11 +50,6 @@ class Experience:
         left_s = max(0.0, self._version_at + self._version_s - now)
         return 1.0 if wait_s <= left_s else 0.0
 
-    def home_wait_s(self, now: float) -> float:
-        """How long trajectories whose KV is on one worker waited for it while another had room. It is forgotten while
-        none has its KV there."""
-        return self._home_wait_s * math.exp(min(0.0, self._home_at - now) / FORGET_S)
-
     def resumed(self, record: Record, intent: Intent, waited_s: float) -> None:
         """It went on after `waited_s`."""
         fate = self._fate(record, intent)
@@ -71,12 +61,6 @@ class Experience:
         """It did not go on: it was over before."""
         fate = self._fate(record, intent)
         fate.likely -= WEIGHT * fate.likely
-
-    def went_home(self, waited_s: float, now: float) -> None:
-        """A trajectory whose KV was on a worker started there, or elsewhere, so long after it could have elsewhere."""
-        before = self.home_wait_s(now)
-        self._home_wait_s = before + WEIGHT * (waited_s - before)
-        self._home_at = now
 
     def weights_changed(self, now: float) -> None:
         if self._version_at is not None:

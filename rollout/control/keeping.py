@@ -113,7 +113,6 @@ class Keeping:
             likely=likely,
             same_weights=same_weights,
             wait_s=wait_s,
-            home_wait_s=self.experience.home_wait_s(now),
             turnover_tokens_s=worker.turnover_tokens_s,
             kept_tokens=sum(worker.kept.values()),
             lost_share=worker.lost_share(now),

@@ -98,7 +98,7 @@ class Membership:
         commands: list[Command] = []
         if rules.failed_member == "replace":
             commands += record.pooled.replace(None)
-            record.begin_again(error)
+            record.begin_again(error=error)
         if record.intent is None:
             return commands + self._roster.enqueue(record, now)
         record.enter(Phase.SUSPENDING)

@@ -245,6 +245,16 @@ class Record:
         return Turn(wait, self.order)
 
     @property
+    def held(self) -> bool:
+        """It is suspended until somebody commands otherwise."""
+        return self.phase is Phase.SUSPENDED and self.trajectory_id in self.group.held
+
+    @property
+    def allowance_spent(self) -> bool:
+        """It has sampled what it was allowed of its group's budget."""
+        return self.group.submission.max_group_tokens is not None and self.sampled_tokens >= self.allowed_tokens
+
+    @property
     def budget_spent(self) -> bool:
         return self.sampled_tokens >= self.sampling.max_new_tokens or self.group.budget_spent
 
@@ -288,15 +298,15 @@ class Record:
             self.resumes.append(Resume(worker=self.workers[-1], **counts))
         return counts
 
-    def begin_again(self, error: str | None = None) -> None:
-        """From the prompt, with other draws; what it had is kept as an attempt."""
+    def begin_again(self, *, reason: AbortReason | None = None, error: str | None = None) -> None:
+        """From the prompt, with other draws; what it had is kept as an attempt that ended for this."""
         self.attempts.append(
             Attempt(
                 seed=self.seed,
                 output_ids=tuple(self.columns.ids),
                 logprobs=tuple(self.columns.logprobs),
                 versions=version_runs(self.columns.versions),
-                reason=self.abort_reason if error is None else None,
+                reason=reason,
                 error=error,
             )
         )

@@ -107,11 +107,7 @@ class Roster:
                 self.tally["resumes"] += 1
                 self.tally["resumed_elsewhere"] += record.worker != worker.worker_id
         record.lost = False
-        if record.home is not None:
-            waited_s = now - record.refused_at if record.refused_at is not None else 0.0
-            self.keeping.experience.went_home(waited_s, now)
-            if record.home.worker != worker.worker_id:
-                commands += self.leave_home(record)
+        assert record.home is None or record.home.worker == worker.worker_id, f"{record.trajectory_id} has a home"
         record.refused_at = record.moved_from = None
         loads = record.pooled.image is not None or record.home is not None
         record.came_from = self.settle_at(record, None)  # what is there is the worker's affair now

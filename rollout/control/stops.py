@@ -68,6 +68,8 @@ class Stops:
         if record.over or _reach(intent.then) <= _reached(record):
             return []
         record.fired.add(reason)
+        if intent.then is Then.RETRY and record.held and not record.ended_turn:
+            return self._suspensions.begin_again(record, reason)  # and stays held
         return self.stop(record, intent, now)
 
     def after_ends(self, now: float) -> list[Command]:
@@ -133,13 +135,15 @@ class Stops:
     def begin_collection(self, wanted: int, over_sample: float, *, fires: bool, now: float) -> list[Command]:
         """Have groups run until `wanted` are complete, and no more than these and a share of `over_sample` at once.
 
-        What an earlier collection left goes on.
+        What an earlier collection left goes on, unless enough are complete already.
         """
         self._collection = Collection(
             wanted=wanted, over_sample=over_sample, fires=fires, begun_with=self._roster.groups.complete
         )
         self._roster.window = self._collection.window
         commands: list[Command] = []
+        if fires and self._roster.groups.complete >= wanted:
+            return self.after_ends(now)
         for record in self._roster.groups.records():
             if record.ended_turn:
                 continue

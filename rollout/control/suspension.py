@@ -40,6 +40,8 @@ class Suspensions:
             reason = event.reason or AbortReason.SLICE_BUDGET
             record.intent = self._roster.policies.intent(reason)
             record.fired.add(reason)
+            if reason is AbortReason.SLICE_BUDGET and record.allowance_spent:
+                record.intent = replace(record.intent, then=Then.REQUEUE)  # for more, if there is any
         if not record.promoting:
             record.suspensions += 1
             self._roster.tally["suspensions"] += 1
@@ -105,11 +107,15 @@ class Suspensions:
             case Then.REQUEUE:
                 return commands + self._roster.enqueue(record, now)
             case Then.RETRY:
-                commands += [*self._roster.leave_home(record), *record.pooled.replace(None)]
-                record.begin_again()
+                commands += self.begin_again(record, intent.reason)
                 return commands + self._roster.enqueue(record, now)
             case Then.DROP:
                 return commands + self._roster.drop(record, intent.reason, now)
+
+    def begin_again(self, record: Record, reason: AbortReason) -> list[Command]:
+        """A suspended trajectory has nothing but its prompt again, and an attempt that ended for `reason`."""
+        record.begin_again(reason=reason)
+        return [*self._roster.leave_home(record), *record.pooled.replace(None)]
 
     def leave(self, record: Record, now: float) -> list[Command]:
         """A trajectory, just taken out of the queue, is to start elsewhere than where its KV is: that goes to the pool
@@ -118,8 +124,6 @@ class Suspensions:
         assert home is not None, f"{record.trajectory_id} has no home to leave"
         there = self._roster.fleet.get(home.worker)
         experience = self._roster.keeping.experience
-        if record.refused_at is not None:
-            experience.went_home(now - record.refused_at, now)
         refused = record.moved_from == home.worker or there is None
         if there is None or refused or recompute_s(record, there) <= move_s(record, there, experience):
             return [*self._roster.leave_home(record), *self._roster.wait(record, now)]

@@ -18,7 +18,6 @@ EXAMPLE = Case(
     likely=0.5,
     same_weights=0.8,
     wait_s=10.0,
-    home_wait_s=0.3,
     turnover_tokens_s=50.0,
     kept_tokens=200,
     lost_share=0.0,
@@ -54,8 +53,8 @@ def test_the_sums_done_by_hand() -> None:
     """1 MB, 1 s to compute. It is of use with 0.4, in vain with 0.1. Of 800 free tokens that nobody left there 500 are
     taken, and the last 400 are not certain: it survives on the device with 0.75. A quarter of what the pool lacks
     displaces others."""
-    device = 0.4 * (0.75 * 0.3 + 0.25 * 1.0) + 0.1
-    host = (0.01 + 0.01) + 0.4 * (0.02 + 0.02 + 0.3) + 0.1
+    device = 0.4 * 0.25 * 1.0 + 0.1
+    host = (0.01 + 0.01) + 0.4 * (0.02 + 0.02) + 0.1
     pool = (0.1 + 0.06) + 0.4 * ((0.05 + 0.05) + 0.25 * 1.0) + 0.1
     none = 0.4 * 1.0 + 0.1
     expected = {Keep.DEVICE: device, Keep.HOST: host, Keep.POOL: pool, Keep.NONE: none}
@@ -65,9 +64,8 @@ def test_the_sums_done_by_hand() -> None:
 def test_moves_cost_what_the_worker_loses_by_them_and_waits_cost_one_place_in_the_batch() -> None:
     """It decodes at three quarters of its speed meanwhile, and one of eight places waits."""
     case = dataclasses.replace(but_worker(moving_share=0.25), place_share=0.125)
-    home_wait = 0.125 * 0.3
-    device = 0.4 * (0.75 * home_wait + 0.25 * 1.0) + 0.1
-    host = 0.25 * 0.02 + 0.4 * (0.375 * 0.04 + home_wait) + 0.1
+    device = 0.4 * 0.25 * 1.0 + 0.1
+    host = 0.25 * 0.02 + 0.4 * 0.375 * 0.04 + 0.1
     pool = 0.25 * 0.16 + 0.4 * (0.375 * 0.1 + 0.25 * 1.0) + 0.1
     expected = {Keep.DEVICE: device, Keep.HOST: host, Keep.POOL: pool, Keep.NONE: 0.5}
     assert costs_s(case) == pytest.approx(expected)
@@ -75,7 +73,7 @@ def test_moves_cost_what_the_worker_loses_by_them_and_waits_cost_one_place_in_th
 
 def test_a_move_costs_no_more_than_all_of_the_worker() -> None:
     slow = dataclasses.replace(but_worker(moving_share=0.9), place_share=0.5)
-    assert costs_s(slow)[Keep.HOST] == pytest.approx(0.9 * 0.02 + 0.4 * (1.0 * 0.04 + 0.5 * 0.3) + 0.1)
+    assert costs_s(slow)[Keep.HOST] == pytest.approx(0.9 * 0.02 + 0.4 * 1.0 * 0.04 + 0.1)
 
 
 def test_what_prefix_trees_will_have_need_not_be_computed() -> None:
@@ -91,15 +89,16 @@ def test_what_the_pool_has_already_costs_no_export() -> None:
 
 
 def test_the_device_wins_where_pages_are_free_and_the_wait_is_short() -> None:
-    assert best(but(wait_s=0.1, home_wait_s=0.0)) is Keep.DEVICE
+    assert best(but(wait_s=0.1)) is Keep.DEVICE
 
 
 def test_the_host_wins_where_the_device_is_short_and_the_pool_slow() -> None:
     assert best(but(turnover_tokens_s=500.0)) is Keep.HOST
 
 
-def test_the_pool_wins_where_room_at_home_is_long_in_coming() -> None:
-    assert best(but(likely=1.0, same_weights=1.0, home_wait_s=5.0, pool_free_bytes=1e9)) is Keep.POOL
+def test_the_pool_wins_where_the_worker_has_no_room() -> None:
+    full = dataclasses.replace(EXAMPLE.worker, free_tokens=0, host_free_tokens=0)
+    assert best(but(likely=1.0, same_weights=1.0, worker=full, pool_free_bytes=1e9)) is Keep.POOL
 
 
 def test_nothing_wins_where_computing_is_cheaper_than_any_copy() -> None:
@@ -144,13 +143,13 @@ def test_pages_survive_for_certain_until_half_of_what_is_free_was_taken_and_not_
     wait_s: float, survives: float
 ) -> None:
     """800 are free, 50 are taken a second."""
-    cost = costs_s(but(wait_s=wait_s, likely=1.0, same_weights=1.0, home_wait_s=0.0))[Keep.DEVICE]
+    cost = costs_s(but(wait_s=wait_s, likely=1.0, same_weights=1.0))[Keep.DEVICE]
     assert cost == pytest.approx(1.0 - survives, abs=1e-3)
     assert costs_s(but(wait_s=16.0))[Keep.DEVICE] == math.inf
 
 
 def test_what_was_gone_lately_though_it_should_not_have_been_is_less_certain_to_stay() -> None:
-    seen = costs_s(but(lost_share=0.2, likely=1.0, same_weights=1.0, home_wait_s=0.0))[Keep.DEVICE]
+    seen = costs_s(but(lost_share=0.2, likely=1.0, same_weights=1.0))[Keep.DEVICE]
     assert seen == pytest.approx(1.0 - 0.8 * 0.75)
     assert costs_s(but(lost_share=1.0))[Keep.DEVICE] == math.inf
 
@@ -168,12 +167,12 @@ def test_with_no_page_free_or_none_that_others_did_not_leave_kv_in_the_device_is
 
 def test_a_copy_that_was_never_measured_costs_nothing_so_that_it_is_tried() -> None:
     unknown = but_worker(save=None, load=None)
-    assert costs_s(unknown)[Keep.HOST] == pytest.approx(0.4 * 0.3 + 0.1)
-    assert best(but(worker=unknown.worker, turnover_tokens_s=500.0, home_wait_s=0.0)) is Keep.HOST
+    assert costs_s(unknown)[Keep.HOST] == pytest.approx(0.1)
+    assert best(but(worker=unknown.worker, turnover_tokens_s=500.0)) is Keep.HOST
 
 
 def test_where_nothing_was_measured_it_stays_where_it_is() -> None:
-    case = but(worker=facts(prefill_s=None), export=None, home_wait_s=0.0)
+    case = but(worker=facts(prefill_s=None), export=None)
     assert costs_s(case) == dict.fromkeys(costs_s(case), 0.0)
     assert best(case) is Keep.DEVICE
 
@@ -204,7 +203,6 @@ def test_prefill_costs_the_sum_over_its_positions(token_s: list[float | None], s
     likely=st.floats(0, 1),
     same=st.floats(0, 1),
     wait_s=st.floats(0, 100),
-    home_wait_s=st.floats(0, 10),
     turnover=st.floats(0, 1000),
     free=st.integers(0, 10_000),
     pool_free=st.integers(0, 10_000_000),
@@ -216,7 +214,6 @@ def test_no_cost_is_negative_and_saving_never_looks_worse_than_losing_everything
     likely: float,
     same: float,
     wait_s: float,
-    home_wait_s: float,
     turnover: float,
     free: int,
     pool_free: int,
@@ -227,7 +224,6 @@ def test_no_cost_is_negative_and_saving_never_looks_worse_than_losing_everything
         likely=likely,
         same_weights=same,
         wait_s=wait_s,
-        home_wait_s=home_wait_s,
         turnover_tokens_s=turnover,
         pool_free_bytes=pool_free,
         worker=dataclasses.replace(EXAMPLE.worker, free_tokens=free),
@@ -238,4 +234,4 @@ def test_no_cost_is_negative_and_saving_never_looks_worse_than_losing_everything
     assert costs[Keep.NONE] < math.inf, "there is always a way"
     copies_s = 0.01 + 0.02 + 0.1 + 0.05 + kv * 1000 * (1e-8 + 2e-8 + 1e-7 + 5e-8)
     finite = [cost for cost in costs.values() if cost < math.inf]
-    assert max(finite) <= costs[Keep.NONE] + copies_s + home_wait_s + kv * 0.001
+    assert max(finite) <= costs[Keep.NONE] + copies_s + kv * 0.001

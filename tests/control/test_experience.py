@@ -1,15 +1,13 @@
 """What became of stopped trajectories, as the controller saw it: against averages done by hand."""
 
-import math
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.control.experience import FORGET_S, OVERDUE, WEIGHT, Experience
+from rollout.control.experience import OVERDUE, WEIGHT, Experience
 from rollout.control.intent import Intent
 from rollout.types import AbortReason, Keep, Then
-from tests.control.stage import W1, W2, Stage, facts, member, pace
+from tests.control.stage import W1, Stage, member
 
 A, B = member("a"), member("b")
 HELD = Intent(keep=Keep.AUTO, then=Then.HOLD)
@@ -171,54 +169,3 @@ def test_an_update_that_is_told_twice_is_one() -> None:
 
 
 # Room at home -------------------------------------------------------------------------------------
-
-
-def test_the_wait_for_a_home_is_the_time_in_which_another_worker_had_room() -> None:
-    stage = Stage(W1, W2, room=1)
-    stage.submit("a")
-    home = stage.record(A).worker
-    stage.sample(A, 3)
-    assert home is not None
-    stage.report(home, facts=facts(prefill_s=100.0, restore=pace(100.0)))
-    stage.hold(A, keep=Keep.HOST)
-    stage.submit("b")
-    stage.submit("c")
-    b = next(t for t in (B, member("c")) if stage.record(t).worker == home)
-    other = member("c") if b == B else B
-    stage.resume(A)
-    stage.wait(4.0)
-    assert experience(stage).home_wait_s(stage.now) == 0.0, "there is no room anywhere"
-    stage.finish(other, 1)
-    stage.wait(2.0)
-    stage.finish(b, 1)
-    assert stage.record(A).worker == home
-    assert experience(stage).home_wait_s(stage.now) == pytest.approx(WEIGHT * 2.0)
-
-
-def test_a_wait_in_vain_counts_as_well() -> None:
-    """Waiting for a home would look free otherwise where it never helps."""
-    stage = Stage(W1, W2, room=1)
-    stage.submit("a")
-    home = stage.record(A).worker
-    assert home is not None
-    stage.sample(A, 3)
-    stage.report(home, facts=facts(prefill_s=0.5, restore=pace(100.0)))
-    stage.hold(A, keep=Keep.HOST)
-    stage.submit("b")
-    stage.submit("c")
-    stage.resume(A)
-    stage.finish(next(t for t in (B, member("c")) if stage.record(t).worker != home), 1)
-    stage.wait(2.9)
-    assert A not in stage.running
-    stage.wait(0.1)
-    assert A in stage.running, "computing its six tokens of KV takes 3 s"
-    assert experience(stage).home_wait_s(stage.now) == pytest.approx(WEIGHT * 3.0)
-
-
-def test_a_wait_that_is_not_seen_again_is_forgotten() -> None:
-    seen = Experience()
-    seen.went_home(10.0, 5.0)
-    assert seen.home_wait_s(5.0) == pytest.approx(WEIGHT * 10.0)
-    assert seen.home_wait_s(5.0 + FORGET_S) == pytest.approx(WEIGHT * 10.0 / math.e)
-    seen.went_home(0.0, 5.0 + FORGET_S)
-    assert seen.home_wait_s(5.0 + FORGET_S) == pytest.approx((1 - WEIGHT) * WEIGHT * 10.0 / math.e)

@@ -409,13 +409,15 @@ def test_tokens_that_are_told_after_the_update_that_made_them_old_are_old() -> N
     assert stopped(stage.sample(A, version=3)) == [A]
 
 
-def test_what_became_old_while_it_was_suspended_begins_again_at_once() -> None:
+def test_what_became_old_while_it_was_held_begins_again_when_it_is_resumed() -> None:
     stage = decoding({"kind": "stale", "behind": 1})
     stage.hold(A)
     stage.live(1)
-    assert stage.running == {A}
+    assert stage.running == set()
     attempt = stage.record(A).snapshot()
-    assert (attempt.output_ids, len(attempt.attempts)) == ((), 1)
+    assert (attempt.output_ids, [each.reason for each in attempt.attempts]) == ((), [AbortReason.STALE])
+    stage.resume(A)
+    assert stage.running == {A}
 
 
 def test_what_becomes_old_while_a_slice_is_put_away_begins_again() -> None:
