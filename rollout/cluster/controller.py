@@ -1,17 +1,14 @@
 """The controller actor: the deciding core behind one event loop, with the calls that carry out its commands.
 
-`supervision` watches the workers; one task per export waits for the pool. Every wait has a deadline. Commands to
-workers are sent and forgotten: if one is lost its worker is, and the core hears of that.
+`supervision` watches the workers, `orders` sends what is commanded. Every wait has a deadline.
 """
 
 import asyncio
-import dataclasses
 import itertools
 import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from ray.exceptions import RayError
@@ -19,26 +16,12 @@ from ray.exceptions import RayError
 from rollout.cluster.background import Background
 from rollout.cluster.calls import one_line
 from rollout.cluster.description import ServiceDescription, WorkerDescription
-from rollout.cluster.placement import check_alike, check_room, check_store, place
-from rollout.cluster.supervision import Supervisor, remove_placement
-from rollout.cluster.workforce import Post, describe, start_workers
-from rollout.control.commands import (
-    Command,
-    Drop,
-    Expect,
-    Export,
-    KeepThere,
-    Pause,
-    Recall,
-    Release,
-    Retain,
-    Retire,
-    Start,
-    Stop,
-    Unpause,
-)
+from rollout.cluster.orders import Orders
+from rollout.cluster.supervision import Supervisor
+from rollout.cluster.workforce import Post, hire
+from rollout.control.commands import Command
 from rollout.control.controller import Controller
-from rollout.control.messages import Event, ExportFailed, PoolRoom, Spilled, Tick
+from rollout.control.messages import Event, PoolRoom, Spilled, Tick
 from rollout.control.submission import Submission
 from rollout.errors import ConfigError, ServiceBusyError, StalledError
 from rollout.metrics import KVCheck, ServiceStats
@@ -89,6 +72,9 @@ class ControllerActor:
         self._numbers = itertools.count(len(posts))
         self._background = Background()
         self._workers = Supervisor(config, posts, pools, handle=self._handle, background=self._background)
+        self._orders = Orders(
+            self._workers, config.pool.export_timeout_s, handle=self._handle, background=self._background
+        )
         self._core = Controller(
             workers=len(posts),
             max_context=description.max_context,
@@ -233,23 +219,8 @@ class ControllerActor:
         if not isinstance(count, int) or count < 1:
             raise ConfigError(f"workers to add: got {count!r}, allowed: an integer >= 1")
         names = [WorkerId(f"worker-{next(self._numbers)}") for _ in range(count)]
-        timeout_s = self._config.cluster.start_timeout_s
-        places = await asyncio.to_thread(place, self._config.cluster, count, self._description.service_id)
-        posts: dict[WorkerId, Post] = {}
-        try:
-            posts = start_workers(self._config, names, places, self._weights_id)
-            described = await asyncio.to_thread(describe, posts.values(), timeout_s)
-            check_alike([*self._described, *described], deterministic=self._config.engine.deterministic)
-            check_room(described, max_context=self._description.max_context)
-            stay = [each for each in self._described if each.worker in self._workers.actors]
-            await asyncio.to_thread(check_store, self._config.pool, [*stay, *described])
-        except BaseException:
-            self._workers.hire(posts)
-            for worker in posts:
-                self._workers.retire(worker)
-            for each in places if not posts else ():
-                remove_placement(each)
-            raise
+        there = [each for each in self._described if each.worker in self._workers.actors]
+        posts, described = await asyncio.to_thread(hire, self._description, names, self._weights_id, there)
         self._described += described
         self._workers.hire(posts)
         self._core.expect_workers(count)
@@ -297,7 +268,7 @@ class ControllerActor:
 
     def _carry_out(self, commands: Sequence[Command]) -> None:
         for command in commands:
-            self._send(command)
+            self._orders.send(command)
         made = self._core.keeping.made
         if made > self._decisions:
             for decision in self._core.keeping.last[self._decisions - made :]:
@@ -305,71 +276,6 @@ class ControllerActor:
             self._decisions = made
         self._changed.set()
         self._changed = asyncio.Event()
-
-    def _send(self, command: Command) -> None:
-        pools = self._workers.pools
-        match command:
-            case Retain():
-                pools[command.node].retain.remote(command.trajectory_id, command.segments)
-                return
-            case Expect():
-                pools[command.node].expect.remote(command.trajectory_id, command.turn)
-                return
-            case Drop():
-                pools[command.node].drop.remote(command.segment)
-                return
-            case Export():
-                self._background.spawn(self._export(command), partial(self._export_failed, command))
-                return
-            case Retire():
-                self._workers.retire(command.worker)
-                return
-        address = self._workers.address(command.worker)
-        if address is None:
-            return
-        worker, incarnation = address
-        match command:
-            case Start():
-                worker.start.remote(incarnation, command.assignment)
-            case Stop():
-                worker.stop.remote(incarnation, (command.trajectory_id, command.epoch))
-            case KeepThere():
-                worker.keep.remote(incarnation, (command.trajectory_id, command.epoch), command.where)
-            case Recall():
-                worker.recall.remote(incarnation, (command.trajectory_id, command.epoch))
-            case Release():
-                worker.release.remote(incarnation, (command.trajectory_id, command.epoch))
-            case Pause():
-                worker.pause.remote(incarnation)
-            case Unpause():
-                worker.unpause.remote(incarnation)
-
-    async def _export(self, order: Export) -> None:
-        """Have a pool store an image. What it says after the deadline still reaches the core, which lets go of it."""
-        began = time.monotonic()
-        address = self._workers.address(order.worker)
-        if address is None:
-            self._export_failed(order, f"{order.worker} was taken out of service")
-            return
-        answer = asyncio.ensure_future(self._workers.pools[order.node].export.remote(*address, order))
-        timeout_s = self._config.pool.export_timeout_s + CALL_S
-        done, _ = await asyncio.wait([answer], timeout=timeout_s)
-        if not done:
-            self._export_failed(order, f"the pool did not answer within {timeout_s:g} s")
-        try:
-            event = await answer
-        except RayError as error:
-            self._export_failed(order, one_line(error))
-            return
-        if isinstance(event, ExportFailed):
-            logger.warning("%s: its KV was not stored: %s", order.trajectory_id, event.error)
-        else:
-            event = dataclasses.replace(event, seconds=time.monotonic() - began)
-        self._handle(event)
-
-    def _export_failed(self, order: Export, error: str) -> None:
-        logger.warning("%s: its KV was not stored: %s", order.trajectory_id, error)
-        self._handle(ExportFailed(trajectory_id=order.trajectory_id, epoch=order.epoch, error=error))
 
     async def _watch_pools(self) -> None:
         while True:

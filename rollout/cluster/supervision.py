@@ -13,7 +13,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import ActorDiedError, RayError
-from ray.util.placement_group import PlacementGroup, remove_placement_group
+from ray.util.placement_group import remove_placement_group
 
 from rollout.cluster.background import Background
 from rollout.cluster.calls import one_line
@@ -62,7 +62,8 @@ class Supervisor:
         """End its process and give its place back."""
         post = self._posts.pop(worker)
         ray.kill(post.actor)
-        remove_placement(post.placement)
+        if post.placement is not None:
+            remove_placement_group(post.placement)
 
     @property
     def actors(self) -> dict[WorkerId, Any]:
@@ -165,8 +166,3 @@ class Supervisor:
 
     def _down(self, described: WorkerDescription, error: str, *, final: bool) -> None:
         self._handle(WorkerDown(worker=described.worker, incarnation=described.incarnation, error=error, final=final))
-
-
-def remove_placement(placement: PlacementGroup | None) -> None:
-    if placement is not None:
-        remove_placement_group(placement)

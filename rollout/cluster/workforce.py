@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup
+from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rollout.cluster.calls import wait_for
-from rollout.cluster.description import WorkerDescription
+from rollout.cluster.description import ServiceDescription, WorkerDescription
+from rollout.cluster.placement import check_alike, check_room, check_store, place
 from rollout.cluster.worker import GROUPS, Worker
 from rollout.config import Config
 from rollout.types import WorkerId
@@ -33,15 +34,15 @@ def start_workers(
     cluster = config.cluster
     actor = ray.remote(concurrency_groups=GROUPS)(Worker)
     posts = {}
-    for worker, place in zip(names, places, strict=True):
+    for worker, held in zip(names, places, strict=True):
         started = actor.options(
             num_cpus=cluster.cpus_per_worker,
             num_gpus=cluster.gpus_per_worker,
             max_restarts=cluster.max_restarts,
             runtime_env={"env_vars": {"OMP_NUM_THREADS": str(cluster.cpus_per_worker), **HUGE_PAGES}},
-            scheduling_strategy=PlacementGroupSchedulingStrategy(place, placement_group_bundle_index=0),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(held, placement_group_bundle_index=0),
         ).remote(worker, config, weights_id)
-        posts[worker] = Post(actor=started, placement=place)
+        posts[worker] = Post(actor=started, placement=held)
     return posts
 
 
@@ -55,3 +56,28 @@ def describe(posts: Iterable[Post], timeout_s: float) -> list[WorkerDescription]
         [actor.describe.remote() for actor in actors], timeout_s, f"{len(actors)} workers"
     )
     return described
+
+
+def hire(
+    service: ServiceDescription, names: Sequence[WorkerId], weights_id: str, there: Sequence[WorkerDescription]
+) -> tuple[dict[WorkerId, Post], list[WorkerDescription]]:
+    """More workers for a running service, loaded, beside those that are `there`. Blocks.
+
+    Raises `ClusterTooSmallError`, `ConfigError`, `WorkerLostError` or `DeadlineError`, and nothing is left of them.
+    """
+    config = service.config
+    places = place(config.cluster, len(names), service.service_id)
+    posts: dict[WorkerId, Post] = {}
+    try:
+        posts = start_workers(config, names, places, weights_id)
+        described = describe(posts.values(), config.cluster.start_timeout_s)
+        check_alike([*there, *described], deterministic=config.engine.deterministic)
+        check_room(described, max_context=service.max_context)
+        check_store(config.pool, [*there, *described])
+    except BaseException:
+        for post in posts.values():
+            ray.kill(post.actor)
+        for each in places:
+            remove_placement_group(each)
+        raise
+    return posts, described

@@ -9,7 +9,7 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
 from rollout.cluster import controller as module
-from rollout.cluster import supervision
+from rollout.cluster import orders, supervision
 from rollout.cluster.controller import ControllerActor
 from rollout.cluster.description import Batch, ServiceDescription, WorkerDescription
 from rollout.cluster.workforce import Post
@@ -203,7 +203,7 @@ def kills(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 def test_what_a_pool_says_after_the_deadline_is_let_go_of(
     kv_model: Path, kills: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "CALL_S", 0.05)
+    monkeypatch.setattr(orders, "GRACE_S", 0.05)
 
     async def scene() -> None:
         here = Scene(kv_model)

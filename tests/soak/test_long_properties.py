@@ -10,7 +10,7 @@ import hypothesis
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
-from tests.control.test_controller_properties import ControllerInTheWorld
+from tests.control.machine.test_rules import ControllerInTheWorld
 from tests.kv.test_radix_machine import TreeAgainstDictionary
 from tests.kv.tier_machine import TieredCacheInTheWorld
 

@@ -53,8 +53,8 @@ from rollout.types import (
     Version,
     WorkerId,
 )
-from tests.control.books import Books
-from tests.control.process import PAGE, FakeWorker, ToWorker, left_by
+from tests.control.machine.books import Books
+from tests.control.machine.process import PAGE, FakeWorker, ToWorker, left_by
 
 CONTEXT = 48
 WORKERS = {WorkerId("w1"): NodeId("n1"), WorkerId("w2"): NodeId("n1"), WorkerId("w3"): NodeId("n2")}

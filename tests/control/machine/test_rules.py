@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from rollout.config import AbortConfig, GroupsConfig, ResumeConfig
 from rollout.types import Keep, Priority, Then, TrajectoryId, WorkerId
-from tests.control.world import NODES, WORKERS, World
+from tests.control.machine.world import NODES, WORKERS, World
 
 workers = st.sampled_from(sorted(NODES))
 keeps = st.sampled_from([Keep.AUTO, Keep.POOL, Keep.HOST, Keep.DEVICE, Keep.NONE])

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rollout.config import AbortConfig, GroupsConfig, ResumeConfig
 from rollout.types import Keep, Priority, Then
-from tests.control.world import WORKERS, World
+from tests.control.machine.world import WORKERS, World
 
 KEEPS = [Keep.AUTO, *Keep]
 THENS = {

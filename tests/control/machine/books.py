@@ -22,7 +22,7 @@ from rollout.types import (
     TrajectoryId,
     Version,
 )
-from tests.control.process import FAILURE, stops, token
+from tests.control.machine.process import FAILURE, stops, token
 
 BY_PHASE = {
     Phase.QUEUED: "queued",
