@@ -1,7 +1,7 @@
 """A conversation with a calculator, turn by turn, without computing a token twice: `tool_loop.py [MODEL_DIR]`.
 
-Each answer ends a turn. The loop reads it, works out the last sum in it, and appends what came out as a message: tokens
-that were not sampled, so that no loss falls on them. Meanwhile the KV of all before is kept.
+Each answer ends a turn. The loop evaluates the last sum in it and appends the result as a message. Those tokens were
+not sampled, so they carry no loss. The conversation's KV is kept in between.
 """
 
 import ast
@@ -11,7 +11,6 @@ import sys
 from collections import Counter
 
 import rollout
-from rollout.types import SamplingParams
 
 QUESTIONS = ["What is 3 + 4? Show the sum.", "A box holds 12 eggs. How many eggs are in 11 boxes?"]
 TURNS = 3
@@ -46,18 +45,19 @@ def main(model: str) -> None:
         "model": {"path": model},
         "cluster": {"workers": 2},
         "pool": {"budget_bytes": "128MiB"},
-        "abort": {"keep": "pool"},  # while a tool works; auto: where the cost model says, which may be nowhere
+        "abort": {"keep": "pool"},  # always keep the KV; `auto` computes it again where that is cheaper
     }
     with rollout.start(config) as service:
-        sampling = SamplingParams(temperature=0.7, max_new_tokens=400)  # of all turns together
+        sampling = rollout.SamplingParams(temperature=0.7, max_new_tokens=400)  # of all turns together
         groups = service.submit(QUESTIONS, n=2, sampling=sampling, chat=True, multi_turn=True, caller="calculator")
         turns: Counter[str] = Counter()
-        read: Counter[str] = Counter()  # tokens of each conversation that the loop has seen
-        while waiting := service.next_turns(4, timeout_s=60):
+        read: Counter[str] = Counter()  # sampled tokens of each conversation that the loop has seen
+        while waiting := service.next_turns(4):
             for one in waiting:
                 name = one.trajectory_id
-                answer = service.tokenizer.decode(one.output_ids[read[name] :])
-                read[name] = len(one.output_ids)
+                said = [token for token, sampled in zip(one.output_ids, one.loss_mask, strict=True) if sampled]
+                answer = service.tokenizer.decode(said[read[name] :])
+                read[name] = len(said)
                 turns[name] += 1
                 if turns[name] == TURNS:
                     service.abort(name, then="finish")

@@ -10,6 +10,7 @@
     │   ├── InvalidPromptError   malformed prompt: wrong type, empty, unknown token ids
     │   ├── PromptTooLongError   prompt leaves no room for a single new token
     │   ├── InvalidSamplingError a sampling parameter outside its range
+    │   ├── InvalidArgumentError another argument of a call outside what is allowed (also a ValueError)
     │   ├── DuplicateKeyError    a submit key that a live group has
     │   └── NotExtendableError   a trajectory to extend that is not suspended
     ├── KVError                  KV that cannot be stored or read; the caller recomputes
@@ -73,6 +74,10 @@ class PromptTooLongError(RequestError):
 
 class InvalidSamplingError(RequestError):
     """A sampling parameter outside its range."""
+
+
+class InvalidArgumentError(RequestError, ValueError):
+    """An argument of a call outside what is allowed."""
 
 
 class DuplicateKeyError(RequestError):

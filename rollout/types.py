@@ -431,7 +431,7 @@ class Collected:
     rejected: tuple[Delivery, ...] = ()
     """Finished groups that `accept` refused; each was made up for by another."""
     held: int = 0
-    """Groups that are not finished and wait for the next call, number."""
+    """Groups that are not finished, number: held for the next call, unless `groups.rest` lets them run on."""
     timed_out: bool = False
     """Fewer groups than asked for although more were coming: the time was up."""
 
@@ -480,4 +480,4 @@ class ResumeReport:
     resumed: tuple[TrajectoryId, ...] = ()
     """Queued, or running already."""
     unknown: tuple[TrajectoryId, ...] = ()
-    """No such trajectory, or over."""
+    """No such trajectory, over, or waiting for `extend`."""

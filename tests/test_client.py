@@ -13,7 +13,7 @@ import pytest
 from rollout.client import AsyncRollout, Rollout
 from rollout.cluster.description import ServiceDescription
 from rollout.config import load_config
-from rollout.errors import InvalidPromptError, InvalidSamplingError
+from rollout.errors import InvalidArgumentError, InvalidPromptError, InvalidSamplingError
 from rollout.text import read_tokenizer_files
 from rollout.types import SamplingParams
 from tests.tiny_models import VOCAB_SIZE, make_tiny_llama
@@ -42,20 +42,20 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> AsyncRollout:
         ({"key": [5]}, InvalidPromptError, "key: got 5"),
         ({"key": "a\nb"}, InvalidPromptError, "key: got"),
         ({"key": ["a", "b"]}, InvalidPromptError, "key: got 2 for 1 prompts"),
-        ({"n": 0}, InvalidSamplingError, "n: got 0"),
-        ({"n": 1.5}, InvalidSamplingError, "n: got 1.5"),
+        ({"n": 0}, InvalidArgumentError, "n: got 0"),
+        ({"n": 1.5}, InvalidArgumentError, "n: got 1.5"),
         ({"n": True, "key": ["a", "b"]}, InvalidPromptError, "key: got 2 for 1 prompts"),
         ({"sampling": {"temperature": 0.0}}, InvalidSamplingError, "sampling: got dict"),
         ({"sampling": [SamplingParams()]}, InvalidSamplingError, "sampling: got 1 for 2 samples"),
         ({"sampling": [SamplingParams()] * 3}, InvalidSamplingError, "sampling: got 3 for 2 samples"),
         ({"sampling": []}, InvalidSamplingError, "sampling: got 0 for 2 samples"),
         ({"sampling": [SamplingParams(), {}]}, InvalidSamplingError, "sampling: got list, allowed: SamplingParams"),
-        ({"deadline_s": 0}, InvalidSamplingError, "deadline_s: got 0, allowed: seconds > 0"),
-        ({"deadline_s": float("nan")}, InvalidSamplingError, "deadline_s: got nan"),
-        ({"deadline_s": "1"}, InvalidSamplingError, "deadline_s: got '1'"),
-        ({"max_group_tokens": 0}, InvalidSamplingError, "max_group_tokens: got 0, allowed: an integer >= 1"),
-        ({"max_group_tokens": 1.5}, InvalidSamplingError, "max_group_tokens: got 1.5"),
-        ({"priority": "first"}, ValueError, "'first' is not a valid Priority"),
+        ({"deadline_s": 0}, InvalidArgumentError, "deadline_s: got 0, allowed: seconds > 0"),
+        ({"deadline_s": float("nan")}, InvalidArgumentError, "deadline_s: got nan"),
+        ({"deadline_s": "1"}, InvalidArgumentError, "deadline_s: got '1'"),
+        ({"max_group_tokens": 0}, InvalidArgumentError, "max_group_tokens: got 0, allowed: an integer >= 1"),
+        ({"max_group_tokens": 1.5}, InvalidArgumentError, "max_group_tokens: got 1.5"),
+        ({"priority": "first"}, InvalidArgumentError, "priority: got 'first', allowed: eval, train"),
     ],
 )
 def test_a_bad_submission_raises_where_it_was_made(
@@ -77,7 +77,7 @@ def test_a_bad_submission_raises_where_it_was_made(
 def test_a_bad_collection_raises_where_it_was_asked_for(
     client: AsyncRollout, arguments: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(InvalidSamplingError, match=message):
+    with pytest.raises((InvalidSamplingError, InvalidArgumentError), match=message):
         asyncio.run(client.collect(**arguments))
 
 

@@ -8,10 +8,10 @@ import math
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from enum import Enum
+from enum import Enum, StrEnum
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Literal, Self, TypeVar
 
 from rollout.client.handouts import Handouts
 from rollout.client.intake import Intake
@@ -19,7 +19,7 @@ from rollout.cluster import launch
 from rollout.cluster.calls import call
 from rollout.cluster.description import ServiceDescription
 from rollout.config import Config, load_config
-from rollout.errors import DeadlineError, InvalidSamplingError, ServiceClosedError
+from rollout.errors import DeadlineError, InvalidArgumentError, ServiceClosedError
 from rollout.metrics import KVCheck, ServiceStats
 from rollout.text import Prompt, Tokenizer
 from rollout.types import (
@@ -43,6 +43,9 @@ from rollout.types import (
 
 CALL_S = 30.0
 """Deadline of a call that should answer at once, and grace of one with a timeout of its own."""
+
+
+E = TypeVar("E", bound=StrEnum)
 
 
 class _All(Enum):
@@ -130,15 +133,16 @@ class AsyncRollout:
         `sampling.seed`, and the key, so equal keys draw equal tokens. `sampling` may be a list of one for each of the
         `n` samples.
 
-        `priority` eval goes before train, in its place if there is no other. After `deadline_s` a trajectory is
-        stopped as the policy `deadline` says (default: it ends with the tokens it has). `max_group_tokens` bounds what
-        all samples of a prompt sample together. With `multi_turn` a stop ends a turn: see `next_turns` and `extend`;
-        waits of trajectories of one `caller` are expected to be alike. With `partial`, samples are handed out as they
-        end. Beyond driver.max_outstanding it waits for up to `timeout_s`, then raises `ServiceBusyError`.
+        `priority` eval goes before train; if no place is free, it takes that of a training trajectory. After
+        `deadline_s` a trajectory is stopped as the policy `deadline` says (default: it ends with the tokens it has).
+        `max_group_tokens` bounds what all samples of a prompt sample together. With `multi_turn` a stop ends a turn:
+        see `next_turns` and `extend`; waits of trajectories of one `caller` are expected to be alike. With `partial`,
+        samples are handed out as they end. Beyond driver.max_outstanding it waits for up to `timeout_s`, then raises
+        `ServiceBusyError`.
 
-        Raises `InvalidPromptError`, `PromptTooLongError`, `InvalidSamplingError` or `DuplicateKeyError`, and
-        nothing of the call is queued. Equal submissions of one key are one, so a call that timed out can be
-        repeated.
+        Raises `InvalidPromptError`, `PromptTooLongError`, `InvalidSamplingError`, `InvalidArgumentError` or
+        `DuplicateKeyError`, and nothing of the call is queued. Equal submissions of one key are one, so a call that
+        timed out can be repeated.
         """
         submissions = self._intake.submissions(
             prompts,
@@ -147,7 +151,7 @@ class AsyncRollout:
             key=key,
             chat=chat,
             metadata=dict(metadata or {}),
-            priority=Priority(priority),
+            priority=_one_of(Priority, "priority", priority),
             deadline_s=deadline_s,
             max_group_tokens=max_group_tokens,
             multi_turn=multi_turn,
@@ -165,8 +169,8 @@ class AsyncRollout:
         A call that fails or is cancelled loses nothing: its groups are handed out again. Raises `StalledError` if
         nothing goes on for driver.stall_timeout_s.
         """
-        call, deliveries = await self._next_groups(k, timeout_s)
-        self._handouts.arrived({call})
+        handout, deliveries = await self._next_groups(k, timeout_s)
+        self._handouts.arrived({handout})
         return deliveries
 
     async def _next_groups(self, k: int, timeout_s: float) -> tuple[str, list[Delivery]]:
@@ -205,9 +209,9 @@ class AsyncRollout:
         """
         timeout_s = max(0.0, timeout_s)
         if not isinstance(groups, int) or groups < 1:
-            raise InvalidSamplingError(f"groups: got {groups!r}, allowed: an integer >= 1")
+            raise InvalidArgumentError(f"groups: got {groups!r}, allowed: an integer >= 1")
         if not 0 <= over_sample < math.inf:
-            raise InvalidSamplingError(f"over_sample: got {over_sample!r}, allowed: a share >= 0")
+            raise InvalidArgumentError(f"over_sample: got {over_sample!r}, allowed: a share >= 0")
         if accept is None:
             with self._handouts.open() as handout:
                 collected: Collected = await self._call(
@@ -228,13 +232,15 @@ class AsyncRollout:
         await self._call(self._controller.begin_collection, groups, over_sample)
         try:
             while len(taken) < groups:
-                call, deliveries = await self._next_groups(1, deadline - time.monotonic())
-                calls.add(call)
-                for delivery in deliveries:
-                    (taken if accept(delivery) else rejected).append(delivery)
+                handout, deliveries = await self._next_groups(1, deadline - time.monotonic())
+                calls.add(handout)
                 if not deliveries:
                     break
-                if rejected and deliveries[0] is rejected[-1]:
+                (delivery,) = deliveries
+                if accept(delivery):
+                    taken.append(delivery)
+                else:
+                    rejected.append(delivery)
                     await self._call(self._controller.reject, 1)
         except BaseException:
             self._handouts.abandoned(calls)
@@ -253,11 +259,12 @@ class AsyncRollout:
         The KV of one that is suspended already is moved there; with `auto` it stays. What cannot be moved stays where
         it is, which `stats().troubles` tells; tokens are never lost.
 
-        Raises `ValueError` for a `keep` or `then` that does not exist.
+        Raises `InvalidArgumentError` for a `keep` or `then` that does not exist.
         """
         timeout_s = max(0.0, timeout_s)
+        where, what = _one_of(Keep, "keep", keep), _one_of(Then, "then", then)
         report: AbortReport = await self._call(
-            self._controller.abort, _names(ids), Keep(keep), Then(then), timeout_s, timeout_s=timeout_s + CALL_S
+            self._controller.abort, _names(ids), where, what, timeout_s, timeout_s=timeout_s + CALL_S
         )
         return report
 
@@ -370,4 +377,17 @@ class AsyncRollout:
 
 
 def _names(ids: Ids) -> list[str] | None:
-    return None if ids is ALL else [ids] if isinstance(ids, str) else list(ids)
+    if ids is ALL:
+        return None
+    names = [ids] if isinstance(ids, str) else list(ids) if isinstance(ids, Iterable) else [ids]
+    if not all(isinstance(name, str) for name in names):
+        raise InvalidArgumentError(f"ids: got {ids!r:.80}, allowed: ids of trajectories or groups, or ALL")
+    return names
+
+
+def _one_of(kind: type[E], name: str, value: str) -> E:
+    """The member of an enumeration that a driver names."""
+    try:
+        return kind(value)
+    except ValueError:
+        raise InvalidArgumentError(f"{name}: got {value!r}, allowed: {', '.join(kind)}") from None

@@ -10,7 +10,7 @@ from typing import Any, Self, TypeVar
 
 from rollout.client.asynchronous import ALL, AsyncRollout, Ids
 from rollout.config import Config
-from rollout.errors import ServiceClosedError
+from rollout.errors import InvalidArgumentError, ServiceClosedError
 from rollout.metrics import KVCheck, ServiceStats
 from rollout.text import Prompt, Tokenizer
 from rollout.types import (
@@ -189,7 +189,7 @@ class Rollout:
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         if threading.current_thread() is self._thread:
             work.close()
-            raise RuntimeError("a call from within `accept` would wait for itself")
+            raise InvalidArgumentError("accept: it calls this client, which would wait for itself")
         with self._scheduling:
             if self._ended:
                 work.close()

@@ -10,7 +10,7 @@ from typing import Any
 
 from rollout.cluster.description import ServiceDescription
 from rollout.control.submission import Submission
-from rollout.errors import InvalidPromptError, InvalidSamplingError, PromptTooLongError
+from rollout.errors import InvalidArgumentError, InvalidPromptError, InvalidSamplingError, PromptTooLongError
 from rollout.text import Prompt, Tokenizer
 from rollout.types import GroupId, Priority, SamplingParams, Trajectory, trajectory_seed
 
@@ -46,11 +46,11 @@ class Intake:
         """One a prompt; `others` are fields of `Submission`. Raises `RequestError` of some kind."""
         several = _several(prompts)
         if not isinstance(n, int) or n < 1:
-            raise InvalidSamplingError(f"n: got {n!r}, allowed: an integer >= 1")
+            raise InvalidArgumentError(f"n: got {n!r}, allowed: an integer >= 1")
         if deadline_s is not None and not (isinstance(deadline_s, int | float) and deadline_s > 0):
-            raise InvalidSamplingError(f"deadline_s: got {deadline_s!r}, allowed: seconds > 0")
+            raise InvalidArgumentError(f"deadline_s: got {deadline_s!r}, allowed: seconds > 0")
         if max_group_tokens is not None and (not isinstance(max_group_tokens, int) or max_group_tokens < 1):
-            raise InvalidSamplingError(f"max_group_tokens: got {max_group_tokens!r}, allowed: an integer >= 1")
+            raise InvalidArgumentError(f"max_group_tokens: got {max_group_tokens!r}, allowed: an integer >= 1")
         each = self._sampling(sampling, n)
         keys = [key] if isinstance(key, str) else list(key) if key is not None else None
         if keys is not None and len(keys) != len(several):

@@ -23,7 +23,7 @@ from rollout.control.commands import Command
 from rollout.control.controller import Controller
 from rollout.control.messages import Event, PoolRoom, Spilled, Tick
 from rollout.control.submission import Submission
-from rollout.errors import ConfigError, ServiceBusyError, StalledError
+from rollout.errors import InvalidArgumentError, ServiceBusyError, StalledError
 from rollout.metrics import KVCheck, ServiceStats
 from rollout.types import (
     AbortReport,
@@ -217,7 +217,7 @@ class ControllerActor:
         Raises `ClusterTooSmallError`, `ConfigError`, `WorkerLostError` or `DeadlineError`, and none is added.
         """
         if not isinstance(count, int) or count < 1:
-            raise ConfigError(f"workers to add: got {count!r}, allowed: an integer >= 1")
+            raise InvalidArgumentError(f"count: got {count!r}, allowed: an integer >= 1")
         names = [WorkerId(f"worker-{next(self._numbers)}") for _ in range(count)]
         there = [each for each in self._described if each.worker in self._workers.actors]
         posts, described = await asyncio.to_thread(hire, self._description, names, self._weights_id, there)

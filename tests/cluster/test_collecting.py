@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rollout.client import Rollout
-from rollout.errors import DeadlineError
+from rollout.errors import DeadlineError, InvalidArgumentError
 from rollout.types import AbortReason, Collected, Delivery, FinishReason, Phase, Trajectory, TrajectoryId
 from tests.cluster.scene import (
     IDS,
@@ -134,7 +134,7 @@ def test_an_accept_that_fails_costs_nothing(service: Rollout, truth: Outputs) ->
 
 def test_an_accept_that_calls_its_own_client_is_told_so(service: Rollout) -> None:
     submit_short(service, "0")
-    with pytest.raises(RuntimeError, match="from within `accept`"):
+    with pytest.raises(InvalidArgumentError, match="accept: it calls this client"):
         service.collect(1, accept=lambda delivery: bool(service.stats()))
 
 

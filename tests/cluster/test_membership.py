@@ -11,7 +11,7 @@ from ray.util.placement_group import placement_group_table
 
 import rollout
 from rollout.client import Rollout
-from rollout.errors import ClusterTooSmallError, ConfigError, UnknownWorkerError
+from rollout.errors import ClusterTooSmallError, ConfigError, InvalidArgumentError, UnknownWorkerError
 from rollout.types import Phase
 from tests.cluster.scene import (
     IDS,
@@ -181,7 +181,7 @@ def test_more_workers_than_the_cluster_has_are_refused_and_none_is_added(service
     finally:
         inside(controller(service), budget, usual_bytes)
     for count in (0, -1):
-        with pytest.raises(ConfigError, match=f"workers to add: got {count}, allowed: an integer >= 1"):
+        with pytest.raises(InvalidArgumentError, match=f"count: got {count}, allowed: an integer >= 1"):
             service.add_workers(count)
     assert outputs(collect(service)) == truth
     assert pids(service) == before
