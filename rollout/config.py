@@ -259,6 +259,10 @@ class AbortConfig(Section):
             raise ValueError(f"policies: got {', '.join(twice)} more than once, allowed: one of each kind")
         return self
 
+    def policy(self, kind: type[S]) -> S | None:
+        """The policy of this kind, if there is one."""
+        return next((policy for policy in self.policies if isinstance(policy, kind)), None)
+
 
 class ResumeConfig(Section):
     prefer: Literal["cheapest", "most_room", "other"] = "cheapest"

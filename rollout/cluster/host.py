@@ -74,7 +74,7 @@ class Host:
             wake=self._wake,
             weights_id=self._weights_id,
             version=Version(0),
-            memory=next((policy for policy in config.abort.policies if isinstance(policy, Memory)), None),
+            memory=config.abort.policy(Memory),
         )
         self._engine = assembled.engine
         self._storage = assembled.storage

@@ -2,12 +2,11 @@
 
 Where the facts are a worker's own (slices, absolute length, loops, short memory) it looks itself, after every step: the
 `Watch` of an assignment says for what. Everything else is looked at here, after the event that may make it true.
-Decides only; changes nothing but what it remembers of deadlines and of the live version.
+Decides only; changes nothing but what it remembers: deadlines, and of a batch that its tail was stopped.
 """
 
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TypeVar
 
 from rollout.config import (
     AbortConfig,
@@ -15,7 +14,9 @@ from rollout.config import (
     Memory,
     OverLong,
     Policy,
+    Quota,
     Repetition,
+    Section,
     SliceBudget,
     Stale,
     Tail,
@@ -26,13 +27,17 @@ from rollout.control.lengths import Lengths
 from rollout.control.records import Record
 from rollout.types import AbortReason, Keep, Then, Version
 
-P = TypeVar("P", bound=Policy)
+
+def _unless_told(kind: type[Section]) -> tuple[Keep, Then]:
+    """What a policy of this kind says if its entry does not."""
+    return Keep(kind.model_fields["keep"].default), Then(kind.model_fields["then"].default)
+
 
 DEFAULTS = {
-    AbortReason.SLICE_BUDGET: (Keep.AUTO, Then.REQUEUE),
-    AbortReason.DEADLINE: (Keep.NONE, Then.FINISH),
-    AbortReason.QUOTA: (Keep.AUTO, Then.HOLD),
-    AbortReason.MEMORY: (Keep.AUTO, Then.REQUEUE),
+    AbortReason.SLICE_BUDGET: _unless_told(SliceBudget),
+    AbortReason.DEADLINE: _unless_told(Deadline),
+    AbortReason.QUOTA: _unless_told(Quota),
+    AbortReason.MEMORY: _unless_told(Memory),
     AbortReason.TURN: (Keep.AUTO, Then.HOLD),
     AbortReason.PRIORITY: (Keep.AUTO, Then.REQUEUE),
     AbortReason.DRAIN: (Keep.POOL, Then.REQUEUE),
@@ -46,17 +51,17 @@ class Policies:
 
     def __init__(self, config: AbortConfig, *, max_resumes: int | None) -> None:
         self._keep = Keep(config.keep)
-        self._policies = config.policies
+        self._config = config
         self._max_resumes = max_resumes
         self._deadlines: list[tuple[float, int, Record]] = []
-        self._over_long = self._of(OverLong)
-        self._stale = self._of(Stale)
-        self._tail = self._of(Tail)
+        self._over_long = config.policy(OverLong)
+        self._stale = config.policy(Stale)
+        self._tail = config.policy(Tail)
         self._live: Version | None = None
 
     def intent(self, reason: AbortReason) -> Intent:
         """What becomes of a trajectory that is stopped for `reason`."""
-        for policy in self._policies:
+        for policy in self._config.policies:
             if policy.kind == reason:
                 return Intent(keep=self.resolve(Keep(policy.keep)), then=Then(policy.then), reason=reason)
         keep, then = DEFAULTS[reason]
@@ -68,7 +73,7 @@ class Policies:
 
     def watch(self, record: Record, allowed_tokens: int | None) -> Watch:
         """What a worker is to look for; `allowed_tokens` is what the group's budget lets it sample."""
-        sliced, loop = self._of(SliceBudget), self._of(Repetition)
+        sliced, loop = self._config.policy(SliceBudget), self._config.policy(Repetition)
         slices = [allowed_tokens] if allowed_tokens is not None else []
         if sliced is not None and self._may_stop(record, sliced):
             slices.append(sliced.tokens)
@@ -89,7 +94,7 @@ class Policies:
 
     def submitted(self, record: Record) -> None:
         """Remember its deadline, if it has one."""
-        policy = self._of(Deadline)
+        policy = self._config.policy(Deadline)
         seconds = record.group.submission.deadline_s
         if seconds is None and policy is not None:
             seconds = policy.seconds
@@ -100,7 +105,7 @@ class Policies:
         """Those whose deadline has passed, each once."""
         while self._deadlines and self._deadlines[0][0] <= now:
             record = heapq.heappop(self._deadlines)[2]
-            policy = self._of(Deadline)
+            policy = self._config.policy(Deadline)
             if not record.over and (policy is None or self._may_stop(record, policy)):
                 yield record
 
@@ -150,14 +155,6 @@ class Policies:
 
     def _lengths(self, record: Record, policy: OverLong) -> Lengths:
         return record.group.batch.lengths if policy.of == "batch" else record.group.lengths
-
-    def _of(self, kind: type[P]) -> P | None:
-        return next((policy for policy in self._policies if isinstance(policy, kind)), None)
-
-
-def memory_policy(config: AbortConfig) -> Memory | None:
-    """What workers look for on their own account."""
-    return next((policy for policy in config.policies if isinstance(policy, Memory)), None)
 
 
 def _is_stale(versions: Sequence[Version | None], live: Version, policy: Stale) -> bool:

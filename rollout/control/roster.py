@@ -27,12 +27,13 @@ class Roster:
     def __init__(
         self, *, workers: int, max_context: int, abort: AbortConfig, resume: ResumeConfig, groups: GroupsConfig
     ) -> None:
-        sliced = next((policy.tokens for policy in abort.policies if isinstance(policy, SliceBudget)), None)
+        sliced = abort.policy(SliceBudget)
+        slice_tokens = sliced.tokens if sliced is not None else None
         self.keeping = Keeping()
         self.fleet = Fleet(
             size=workers,
             prefer_other=resume.prefer == "other",
-            choose=Router(sliced, self.keeping.experience).choose if resume.prefer == "cheapest" else most_room,
+            choose=Router(slice_tokens, self.keeping.experience).choose if resume.prefer == "cheapest" else most_room,
             patience=lambda record: away_s(record, self.fleet.workers, self.keeping.experience),
             to_go=to_go if resume.order == "longest" else None,
         )

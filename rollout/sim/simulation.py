@@ -72,14 +72,13 @@ class Simulation:
             workers=workers, max_context=rates.max_context, abort=abort, resume=resume, groups=groups
         )
         self.pool = SimPool(NODE, rates, self.clock, answer=self.tell, check=check)
-        memory = next((policy for policy in abort.policies if isinstance(policy, Memory)), None)
         self.workers = {
             name: SimWorker(
                 name,
                 rates,
                 engine,
                 host,
-                memory=memory,
+                memory=abort.policy(Memory),
                 clock=self.clock,
                 pool=self.pool,
                 restore_timeout_s=RESTORE_TIMEOUT_S,

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.config import AbortConfig
+from rollout.config import AbortConfig, Memory, SliceBudget
 from rollout.control.commands import Command, Export, KeepThere, LoopWatch, Release, Stop, Watch
-from rollout.control.policies import memory_policy
 from rollout.types import AbortReason, FinishReason, Phase, Then, TrajectoryId
 from tests.control.stage import W1, W2, Stage, member, start_of, started, stopped, submission
 
@@ -207,12 +206,12 @@ def test_what_a_worker_saw_while_it_was_stopped_for_something_else_is_looked_for
     assert watch_of(stage).most_tokens == 10
 
 
-def test_memory_is_the_workers_own_affair() -> None:
+def test_a_configuration_has_one_policy_of_a_kind_or_none() -> None:
     config = AbortConfig.model_validate({"policies": ({"kind": "memory", "free_share": 0.2}, {"kind": "tail"})})
-    policy = memory_policy(config)
+    policy = config.policy(Memory)
     assert policy is not None
     assert policy.free_share == 0.2
-    assert memory_policy(AbortConfig()) is None
+    assert config.policy(SliceBudget) is None
 
 
 def test_memory_pressure_needs_no_policy_to_be_understood() -> None:
