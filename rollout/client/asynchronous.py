@@ -241,7 +241,7 @@ class AsyncRollout:
                     taken.append(delivery)
                 else:
                     rejected.append(delivery)
-                    await self._call(self._controller.reject, 1)
+                    await self._call(self._controller.reject)
         except BaseException:
             self._handouts.abandoned(calls)
             raise

@@ -139,7 +139,7 @@ class ControllerActor:
     ) -> Collected:
         """As `next_groups`, of a collection that ends, all else stopped and held, as soon as it has `count`."""
         self._core.settle_calls(arrived=arrived, abandoned=abandoned)
-        self._carry_out(self._core.begin_collection(count, over_sample, fires=True, now=time.time()))
+        self._carry_out(self._core.begin_collection(count, over_sample, stop_when_met=True, now=time.time()))
         try:
             await self._until(lambda: self._core.complete_groups >= min(count, self._core.coming_groups), timeout_s)
         finally:
@@ -150,10 +150,11 @@ class ControllerActor:
 
     async def begin_collection(self, count: int, over_sample: float) -> None:
         """Of groups that the driver looks at one by one."""
-        self._carry_out(self._core.begin_collection(count, over_sample, fires=False, now=time.time()))
+        self._carry_out(self._core.begin_collection(count, over_sample, stop_when_met=False, now=time.time()))
 
-    async def reject(self, groups: int) -> None:
-        self._carry_out(self._core.reject(groups, time.time()))
+    async def reject(self) -> None:
+        """A group that was handed out does not count."""
+        self._carry_out(self._core.reject(time.time()))
 
     async def end_collection(self) -> int:
         """Returns the number of groups that are not finished."""

@@ -157,16 +157,17 @@ class Controller:
 
     # Collecting, pausing, draining --------------------------------------------------------------------
 
-    def begin_collection(self, wanted: int, over_sample: float, *, fires: bool, now: float) -> list[Command]:
+    def begin_collection(self, wanted: int, over_sample: float, *, stop_when_met: bool, now: float) -> list[Command]:
         """Run no more groups than `wanted` and a share of `over_sample` at once, what was left before first.
 
-        If it `fires`, everything else is stopped and held as soon as so many are complete (`rules.rest`).
+        With `stop_when_met` everything else is stopped and held as soon as so many are complete (`groups.rest`).
         """
-        return self._stops.begin_collection(wanted, over_sample, fires=fires, now=now) + self._settled(now)
+        commands = self._stops.begin_collection(wanted, over_sample, stop_when_met=stop_when_met, now=now)
+        return commands + self._settled(now)
 
-    def reject(self, groups: int, now: float) -> list[Command]:
-        """So many complete groups do not count: others may run for them."""
-        self._stops.reject(groups)
+    def reject(self, now: float) -> list[Command]:
+        """A complete group does not count: another may run for it."""
+        self._stops.reject()
         return self._settled(now)
 
     def end_collection(self, now: float) -> list[Command]:
@@ -181,7 +182,7 @@ class Controller:
         return self._members.unpause() + self._settled(now)
 
     def expect_workers(self, count: int) -> None:
-        """So many more will come up; fewer than was thought, if negative."""
+        """So many more will come up."""
         self._fleet.grow(count)
 
     def drain(self, worker: WorkerId, now: float) -> tuple[tuple[TrajectoryId, ...], list[Command]]:

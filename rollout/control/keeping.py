@@ -29,7 +29,6 @@ class Keeping:
         self.experience = Experience()
         self.pools: dict[NodeId, PoolRoom] = {}
         self._last: deque[Decision] = deque(maxlen=REMEMBERED)
-        self._made = 0
         self._counts: Counter[tuple[AbortReason, Keep]] = Counter()
         self._refused: Counter[Keep] = Counter()
         """Decisions since a place was last chosen."""
@@ -59,14 +58,13 @@ class Keeping:
             wait_s=wait_s,
         )
         self._last.append(decision)
-        self._made += 1
         self._counts[intent.reason, keep] += 1
         return keep
 
     @property
     def made(self) -> int:
         """Decisions so far."""
-        return self._made
+        return self._counts.total()
 
     @property
     def last(self) -> tuple[Decision, ...]:

@@ -57,7 +57,8 @@ class Policies:
         self._over_long = config.policy(OverLong)
         self._stale = config.policy(Stale)
         self._tail = config.policy(Tail)
-        self._live: Version | None = None
+        self.live: Version | None = None
+        """Of the weights, as last told."""
 
     def intent(self, reason: AbortReason) -> Intent:
         """What becomes of a trajectory that is stopped for `reason`."""
@@ -132,18 +133,17 @@ class Policies:
             stopped += [(each, AbortReason.TAIL) for each in tail]
         return stopped
 
-    def stale(self, records: Iterable[Record], live: Version) -> list[Record]:
-        """Those whose tokens are too old now that `live` is the version."""
-        self._live = live
+    def stale(self, records: Iterable[Record]) -> list[Record]:
+        """Those whose tokens are too old for the live version."""
         return [record for record in records if not record.over and self._too_old(record)]
 
     def late(self, record: Record, news: Sequence[Version | None]) -> bool:
         """Whether it is too old by tokens that were told only now, but not sampled with what is live."""
-        late = self._stale is not None and any(version != self._live for version in news)
+        late = self._stale is not None and any(version != self.live for version in news)
         return late and self._too_old(record)
 
     def _too_old(self, record: Record) -> bool:
-        policy, live = self._stale, self._live
+        policy, live = self._stale, self.live
         if policy is None or live is None or not self._may_stop(record, policy):
             return False
         return _is_stale(record.columns.versions, live, policy)

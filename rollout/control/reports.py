@@ -29,7 +29,7 @@ from rollout.control.records import Record
 from rollout.control.roster import Roster
 from rollout.control.stops import Stops
 from rollout.control.suspension import Suspensions
-from rollout.types import AbortReason, Keep, NodeId, Version
+from rollout.types import AbortReason, Keep, NodeId
 
 
 class Reports:
@@ -41,7 +41,6 @@ class Reports:
         self._stops = stops
         self._members = members
         self._spilled: set[NodeId] = set()
-        self._live: Version | None = None
 
     def handle(self, event: Event, now: float) -> tuple[bool, list[Command]]:
         """What to do about it, and whether anything went on by it."""
@@ -157,12 +156,13 @@ class Reports:
         return []
 
     def _weights(self, event: WeightsLive, now: float) -> list[Command]:
-        if event.version == self._live:
+        policies = self._roster.policies
+        if event.version == policies.live:
             return []
-        self._live = event.version
+        policies.live = event.version
         self._roster.keeping.experience.weights_changed(now)
         commands: list[Command] = []
-        for record in self._roster.policies.stale(self._roster.groups.records(), event.version):
+        for record in policies.stale(self._roster.groups.records()):
             commands += self._stops.fire(record, AbortReason.STALE, now)
         return commands
 

@@ -7,6 +7,7 @@ import functools
 from collections import Counter, deque
 
 from rollout.config import AbortConfig, GroupsConfig, ResumeConfig, SliceBudget
+from rollout.control.collection import Collection
 from rollout.control.commands import Command, Release, Start, Watch
 from rollout.control.fleet import Fleet, Worker
 from rollout.control.groups import Groups
@@ -44,9 +45,14 @@ class Roster:
         self.troubles: deque[str] = deque(maxlen=TROUBLES)
         self.ended: list[Record] = []
         """Since the controller last looked."""
-        self.window: int | None = None
-        """So many groups may be under way at once; None: any number."""
+        self.collection: Collection | None = None
+        """The one that is under way."""
         self.max_context = max_context
+
+    @property
+    def window(self) -> int | None:
+        """So many groups may be under way at once; None: any number."""
+        return self.collection.window if self.collection is not None else None
 
     # Waiting and starting -----------------------------------------------------------------------------
 
@@ -70,7 +76,8 @@ class Roster:
         """Start what can be; what its group has no tokens left for is over."""
         commands: list[Command] = []
         while True:
-            full = self.window is not None and self.groups.under_way >= self.window
+            window = self.window
+            full = window is not None and self.groups.under_way >= window
             may_start = functools.partial(self._may_start, full=full, now=now, ended=commands)
             chosen = self.fleet.next_start(may_start, now)
             if chosen is None:

@@ -1,37 +1,15 @@
 """Stops trajectories: for drivers, for policies, for one that goes first, and for a quota that is met."""
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
+from rollout.control.collection import Collection
 from rollout.control.commands import Command, Stop
 from rollout.control.intent import Intent
 from rollout.control.records import Record
 from rollout.control.roster import Roster
 from rollout.control.suspension import ON_WORKER, Suspensions
-from rollout.types import AbortReason, GroupId, Phase, Priority, Then
-
-
-@dataclass(slots=True, kw_only=True)
-class Collection:
-    """A `collect` that is under way."""
-
-    wanted: int
-    """Groups."""
-    over_sample: float
-    fires: bool
-    """It ends as soon as so many are complete, and not only when it is told to."""
-    begun_with: int
-    """Groups that were complete when it began."""
-    rejected: int = 0
-    over: set[GroupId] = field(default_factory=set)
-    """Groups that were completed since."""
-
-    @property
-    def window(self) -> int:
-        """Groups that may be under way at once."""
-        whole = math.ceil(self.wanted * (1.0 + self.over_sample)) + self.rejected
-        return max(0, whole - self.begun_with - len(self.over))
+from rollout.types import AbortReason, Phase, Priority, Then
 
 
 class Stops:
@@ -40,7 +18,6 @@ class Stops:
     def __init__(self, roster: Roster, suspensions: Suspensions) -> None:
         self._roster = roster
         self._suspensions = suspensions
-        self._collection: Collection | None = None
 
     def stop(self, record: Record, intent: Intent, now: float) -> list[Command]:
         """An abort of a trajectory that is not over; a second one changes only what becomes of it.
@@ -80,13 +57,12 @@ class Stops:
             if ended.phase is Phase.FAILED:
                 commands += self._group_failed(ended, now)
             discarded = self._roster.groups.get(ended.trajectory_id) is None
-            if self._collection is not None and ended.group.over and not discarded:
-                self._collection.over.add(ended.group_id)
-                self._roster.window = self._collection.window
+            if self._roster.collection is not None and ended.group.over and not discarded:
+                self._roster.collection.over.add(ended.group_id)
             for record, reason in self._roster.policies.after_end(ended):
                 commands += self.fire(record, reason, now)
-        collection = self._collection
-        if collection is not None and collection.fires and self._roster.groups.complete >= collection.wanted:
+        collection = self._roster.collection
+        if collection is not None and collection.stop_when_met and self._roster.groups.complete >= collection.wanted:
             commands += self.end_collection(now)
         return commands
 
@@ -132,17 +108,17 @@ class Stops:
 
     # Collecting ---------------------------------------------------------------------------------------
 
-    def begin_collection(self, wanted: int, over_sample: float, *, fires: bool, now: float) -> list[Command]:
+    def begin_collection(self, wanted: int, over_sample: float, *, stop_when_met: bool, now: float) -> list[Command]:
         """Have groups run until `wanted` are complete, and no more than these and a share of `over_sample` at once.
 
         What an earlier collection left goes on, unless enough are complete already.
         """
-        self._collection = Collection(
-            wanted=wanted, over_sample=over_sample, fires=fires, begun_with=self._roster.groups.complete
+        complete = self._roster.groups.complete
+        self._roster.collection = Collection(
+            wanted=wanted, over_sample=over_sample, stop_when_met=stop_when_met, begun_with=complete
         )
-        self._roster.window = self._collection.window
         commands: list[Command] = []
-        if fires and self._roster.groups.complete >= wanted:
+        if stop_when_met and complete >= wanted:
             return self.after_ends(now)
         for record in self._roster.groups.records():
             if record.ended_turn:
@@ -154,17 +130,15 @@ class Stops:
                 commands += record.pooled.expect(record.turn)
         return commands + self.after_ends(now)
 
-    def reject(self, groups: int) -> None:
-        """So many that were complete do not count: others may be begun for them."""
-        if self._collection is not None:
-            self._collection.rejected += groups
-            self._roster.window = self._collection.window
+    def reject(self) -> None:
+        """A group that was complete does not count: another may be begun for it."""
+        if self._roster.collection is not None:
+            self._roster.collection.rejected += 1
 
     def end_collection(self, now: float) -> list[Command]:
         """Enough: what is not over is stopped and held for the next collection, unless it is to run on. Evaluation does
         in any case."""
-        collection, self._collection = self._collection, None
-        self._roster.window = None
+        collection, self._roster.collection = self._roster.collection, None
         if collection is None or self._roster.rules.rest == "withhold":
             return []
         commands: list[Command] = []

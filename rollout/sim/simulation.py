@@ -126,7 +126,7 @@ class Simulation:
     def collect(self, count: int, *, over_sample: float = 0.0) -> Collecting:
         """`yield from` it for the next `count` groups, or as many as there are; what is not finished then is held for
         the next call, or goes on (`groups.rest`)."""
-        self.carry_out(self.controller.begin_collection(count, over_sample, fires=True, now=self.now))
+        self.carry_out(self.controller.begin_collection(count, over_sample, stop_when_met=True, now=self.now))
         yield lambda: self.controller.complete_groups >= min(count, self.controller.coming_groups)
         self.carry_out(self.controller.end_collection(self.now))
         return self.take(count)

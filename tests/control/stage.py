@@ -280,14 +280,15 @@ class Stage:
     def discard(self, *ids: str) -> list[Command]:
         return self.take_note(self.controller.discard(ids, self.now)[1])
 
-    def collect(self, groups: int, over_sample: float = 0.0, *, fires: bool = True) -> list[Command]:
-        return self.take_note(self.controller.begin_collection(groups, over_sample, fires=fires, now=self.now))
+    def collect(self, groups: int, over_sample: float = 0.0, *, stop_when_met: bool = True) -> list[Command]:
+        commands = self.controller.begin_collection(groups, over_sample, stop_when_met=stop_when_met, now=self.now)
+        return self.take_note(commands)
 
     def end_collection(self) -> list[Command]:
         return self.take_note(self.controller.end_collection(self.now))
 
-    def reject(self, groups: int = 1) -> list[Command]:
-        return self.take_note(self.controller.reject(groups, self.now))
+    def reject(self) -> list[Command]:
+        return self.take_note(self.controller.reject(self.now))
 
     def drain(self, worker: WorkerId) -> list[Command]:
         return self.take_note(self.controller.drain(worker, self.now)[1])

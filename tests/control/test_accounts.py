@@ -184,7 +184,7 @@ def act(stage: Stage, luck: Random, submitted: set[str]) -> None:
         case 10:
             stage.resume(some)
         case 11:
-            stage.collect(luck.randint(1, 3), luck.choice([0.0, 0.5]), fires=luck.random() < 0.5)
+            stage.collect(luck.randint(1, 3), luck.choice([0.0, 0.5]), stop_when_met=luck.random() < 0.5)
         case 12:
             stage.end_collection()
             pause = stage.controller.pause if luck.random() < 0.3 else stage.controller.unpause

@@ -177,7 +177,7 @@ def test_a_slice_that_is_being_put_away_is_held_and_not_queued_when_the_collecti
 
 def test_for_every_group_that_is_refused_another_begins() -> None:
     stage = Stage(W1, room=99)
-    stage.collect(2, fires=False)
+    stage.collect(2, stop_when_met=False)
     stage.submit_all(*(submission(f"g{i}") for i in range(5)))
     finish(stage, "g0")
     assert begun(stage) == {"g0", "g1"}
@@ -192,7 +192,7 @@ def test_for_every_group_that_is_refused_another_begins() -> None:
 
 def test_one_that_does_not_fire_goes_on_until_it_is_told() -> None:
     stage = with_groups(3, at=0)
-    stage.collect(1, fires=False)
+    stage.collect(1, stop_when_met=False)
     finish(stage, "g0")
     assert len(stage.running) == 2
     assert set(stopped(stage.end_collection())) == {member("g1"), member("g2")}

@@ -97,9 +97,10 @@ def drive(world: World, luck: Random) -> None:
         case 13:
             world.take_in_vain(luck.randint(1, 3), told_first=luck.random() < 0.5)
         case 14:
-            world.begin_collection(luck.randint(1, 3), luck.choice([0.0, 0.5]), fires=luck.random() < 0.5)
+            world.begin_collection(luck.randint(1, 3), luck.choice([0.0, 0.5]), stop_when_met=luck.random() < 0.5)
         case 15:
-            world.reject(luck.randint(0, 2))
+            for _ in range(luck.randint(0, 2)):
+                world.reject()
         case 16:
             world.end_collection()
         case 17:

@@ -153,13 +153,13 @@ class ControllerInTheWorld(RuleBasedStateMachine):
     def take_in_vain(self, count: int, told_first: bool) -> None:
         self.world.take_in_vain(count, told_first=told_first)
 
-    @rule(wanted=st.integers(1, 3), over_sample=st.sampled_from([0.0, 0.5]), fires=st.booleans())
-    def begin_collection(self, wanted: int, over_sample: float, fires: bool) -> None:
-        self.world.begin_collection(wanted, over_sample, fires=fires)
+    @rule(wanted=st.integers(1, 3), over_sample=st.sampled_from([0.0, 0.5]), stop_when_met=st.booleans())
+    def begin_collection(self, wanted: int, over_sample: float, stop_when_met: bool) -> None:
+        self.world.begin_collection(wanted, over_sample, stop_when_met=stop_when_met)
 
-    @rule(groups=st.integers(0, 2))
-    def reject(self, groups: int) -> None:
-        self.world.reject(groups)
+    @rule()
+    def reject(self) -> None:
+        self.world.reject()
 
     @rule()
     def end_collection(self) -> None:

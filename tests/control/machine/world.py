@@ -113,7 +113,7 @@ class World:
         """Of which a member was started."""
         self.window: int | None = None
         """Most groups that a collection may have under way."""
-        self.fires_at: int | None = None
+        self.stops_at: int | None = None
         """Complete groups with which a collection is over."""
         self.collected = False
         """A collection has come to its end."""
@@ -252,23 +252,24 @@ class World:
             self.controller.settle_calls(arrived=(), abandoned=[call])
             self.books.abandon(call)
 
-    def begin_collection(self, wanted: int, over_sample: float, *, fires: bool) -> None:
+    def begin_collection(self, wanted: int, over_sample: float, *, stop_when_met: bool) -> None:
         self.now += 1
         self.window = math.ceil(wanted * (1 + over_sample))
-        self.fires_at = wanted if fires else None
-        self.collected |= fires
+        self.stops_at = wanted if stop_when_met else None
+        self.collected |= stop_when_met
         self.holding -= {r.trajectory_id for r in self.records if r.abort_reason is AbortReason.QUOTA}
-        self.carry_out(self.controller.begin_collection(wanted, over_sample, fires=fires, now=self.now))
+        commands = self.controller.begin_collection(wanted, over_sample, stop_when_met=stop_when_met, now=self.now)
+        self.carry_out(commands)
 
-    def reject(self, groups: int) -> None:
+    def reject(self) -> None:
         self.now += 1
         if self.window is not None:
-            self.window += groups
-        self.carry_out(self.controller.reject(groups, self.now))
+            self.window += 1
+        self.carry_out(self.controller.reject(self.now))
 
     def end_collection(self) -> None:
         self.now += 1
-        self.window = self.fires_at = None
+        self.window = self.stops_at = None
         self.collected = True
         self.carry_out(self.controller.end_collection(self.now))
 
@@ -431,8 +432,8 @@ class World:
 
     def _check_window(self, before: set[GroupId]) -> None:
         """A collection begins no more groups than it may have under way, until it is over."""
-        if self.fires_at is not None and self.controller.complete_groups >= self.fires_at:
-            self.window = self.fires_at = None
+        if self.stops_at is not None and self.controller.complete_groups >= self.stops_at:
+            self.window = self.stops_at = None
         records = [record for record in self.records if record.priority is Priority.TRAIN]
         begun = {record.group_id for record in records} & (self.begun - before)
         held = {r.group_id for r in records if r.trajectory_id in self.holding}
@@ -733,7 +734,7 @@ class World:
             if self.books.done and not self.records and self._quiet():
                 break
             if collecting and number % 16 == 0:
-                self.begin_collection(1, 0.0, fires=True)
+                self.begin_collection(1, 0.0, stop_when_met=True)
             self._take_turns(collecting=collecting)
             self._go_on()
             self.take(99)
