@@ -15,11 +15,12 @@ seconds over the other's; `results.real.<workload>` has that of all pairs, and t
 95 % (bootstrapped).
 """
 
+import itertools
 import random
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,18 +28,19 @@ from pydantic import Field, PositiveInt
 
 from benchmarks.calibration import Calibration, calibrate
 from benchmarks.checkout import SMOLLM2, require_model
-from benchmarks.measure import percentile
+from benchmarks.decisions import summed
+from benchmarks.forced import Drawing, Group, Order
+from benchmarks.measure import interleaved, percentile
 from benchmarks.servegen import SERVEGEN, Lengths
 from benchmarks.services import settle, started
-from benchmarks.workload import Vocabulary, WrongOutputError
+from benchmarks.workload import Vocabulary
 from rollout.client import Rollout
 from rollout.config import AbortConfig, EngineConfig, HostConfig, Section
-from rollout.errors import DeadlineError
 from rollout.model.spec import read_spec
 from rollout.sim.machine import MachineRates
 from rollout.sim.outcome import Outcome
 from rollout.sim.simulation import Driver, Simulation, forced_group
-from rollout.types import Delivery, Keep, SamplingParams
+from rollout.types import Keep
 
 FIXED = (Keep.DEVICE, Keep.HOST, Keep.POOL, Keep.NONE)
 TIMEOUT_S = 600.0
@@ -46,31 +48,39 @@ RESAMPLED = 10_000
 
 
 class Shape(Section):
-    """Of a workload."""
+    """What a workload asks for, and what each worker has for it."""
 
     rounds: PositiveInt = 1
-    """Of a turn."""
+    """Rounds of a turn."""
     groups: PositiveInt
-    """That are finished in each round; at the end of a turn all are."""
+    """Groups that are finished in each round; at the end of a turn all are."""
     over: int = Field(default=0, ge=0)
     """Groups more that are under way; then a round stops and holds what it leaves."""
     samples: PositiveInt = 4
+    """Trajectories of a group."""
     prompt_tokens: tuple[PositiveInt, PositiveInt]
-    """Least and most."""
+    """Least and most tokens of a prompt."""
     output_tokens: tuple[PositiveInt, PositiveInt] | None = None
-    """Least and most; null: as ServeGen has them."""
+    """Least and most tokens of an output; null: as ServeGen has them."""
     longest: PositiveInt = 256
-    """Of ServeGen's."""
+    """Tokens that ServeGen's longest output is scaled to."""
     slice_tokens: PositiveInt | None = None
+    """Tokens after which a trajectory is stopped, each time; null: there are no slices."""
     free_share: float | None = None
-    """Of the policy `memory`; null: there is none."""
+    """Share of the device that the policy `memory` keeps free; null: there is none."""
     max_running: PositiveInt = 16
-    """Of each worker."""
+    """Sequences in each worker's batch."""
     device_tokens: PositiveInt = 16384
-    """KV that each worker's device holds."""
+    """KV that each worker's device holds, in tokens."""
     host_tokens: PositiveInt = 8192
-    """And its host memory."""
+    """KV that each worker's host memory holds, in tokens."""
     pool_tokens: PositiveInt = 16384
+    """KV that the pool holds, for all workers together, in tokens."""
+
+    @property
+    def submitted(self) -> int:
+        """Groups of a turn."""
+        return self.rounds * self.groups + self.over
 
     @property
     def policies(self) -> list[dict[str, Any]]:
@@ -102,13 +112,13 @@ class Settings(Section):
     model: Path = SMOLLM2
     """`make model` puts SmolLM2-135M there."""
     lengths: Path = SERVEGEN
-    """Of ServeGen."""
+    """ServeGen histogram to draw lengths from."""
     workers: PositiveInt = 2
-    """Of each side."""
+    """Workers of each side."""
     cpus: PositiveInt = 1
-    """Of each worker."""
+    """Cores of each worker."""
     workloads: tuple[Name, ...] = ("short", "longtail", "starved")
-    """Which."""
+    """Workloads to run."""
     short: Shape = SHORT
     """Short outputs that are stopped often."""
     longtail: Shape = LONGTAIL
@@ -118,23 +128,14 @@ class Settings(Section):
     calibration: Calibration = Calibration()
     """How the rates are measured."""
     turns: PositiveInt = 3
-    """That count, of each simulation."""
+    """Measured turns of each simulation, after one warm-up turn."""
     seeds: PositiveInt = 8
     """Simulations of each side."""
     pairs: int = Field(default=7, ge=0)
-    """Of real turns; 0: no workload is run for real."""
+    """Pairs of real turns; 0: no workload is run for real."""
 
     def shape(self, name: Name) -> Shape:
         return {"short": self.short, "longtail": self.longtail, "starved": self.starved}[name]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
-    """A prompt and the length of each of its outputs."""
-
-    key: str
-    prompt: list[int]
-    lengths: list[int]
 
 
 def run(settings: Settings) -> tuple[dict[str, Any], dict[str, float]]:
@@ -157,34 +158,16 @@ def run(settings: Settings) -> tuple[dict[str, Any], dict[str, float]]:
 # Workloads --------------------------------------------------------------------------------------------
 
 
-class Draw:
-    """Groups of one workload."""
-
-    def __init__(self, settings: Settings, name: Name) -> None:
-        self._name = name
-        self._shape = shape = settings.shape(name)
-        self._ids = Vocabulary.read(settings.model, read_spec(settings.model).vocab_size).ids
-        drawn = shape.output_tokens is None
-        self._lengths = Lengths.read("lengths", settings.lengths, shape.longest) if drawn else None
-
-    def turn(self, turn: str) -> list[Group]:
-        """All groups of a turn, in the order in which they are submitted."""
-        shape, draw = self._shape, random.Random(f"{self._name} {turn}")
-        return [
-            Group(
-                key=f"{turn}-{index}",
-                prompt=draw.choices(self._ids, k=draw.randint(*shape.prompt_tokens)),
-                lengths=self._draw_lengths(draw),
-            )
-            for index in range(shape.rounds * shape.groups + shape.over)
-        ]
-
-    def _draw_lengths(self, draw: random.Random) -> list[int]:
-        shape = self._shape
-        if self._lengths is not None:
-            return self._lengths.draw(draw, shape.samples)
-        assert shape.output_tokens is not None
-        return [draw.randint(*shape.output_tokens) for _ in range(shape.samples)]
+def drawing(settings: Settings, name: Name) -> Drawing:
+    shape = settings.shape(name)
+    lengths = shape.output_tokens or Lengths.read("lengths", settings.lengths, shape.longest)
+    return Drawing(
+        name=name,
+        ids=Vocabulary.read(settings.model, read_spec(settings.model).vocab_size).ids,
+        prompt_tokens=shape.prompt_tokens,
+        samples=shape.samples,
+        output_tokens=lengths,
+    )
 
 
 def _rounds(shape: Shape, groups: Sequence[Group]) -> Iterator[tuple[Sequence[Group], int]]:
@@ -203,9 +186,10 @@ def _rounds(shape: Shape, groups: Sequence[Group]) -> Iterator[tuple[Sequence[Gr
 
 def simulate_all(settings: Settings, name: Name, rates: MachineRates) -> tuple[dict[str, Any], Keep]:
     """What each side costs, and the best fixed one."""
-    draw, count = Draw(settings, name), 1 + settings.turns
-    work = [[draw.turn(f"{seed}-{turn}") for turn in range(count)] for seed in range(settings.seeds)]
-    outcomes = {keep: [simulate(settings, name, rates, keep, turns) for turns in work] for keep in (Keep.AUTO, *FIXED)}
+    drawn, submitted = drawing(settings, name), settings.shape(name).submitted
+    turns = range(1 + settings.turns)
+    work = [[drawn.groups(f"{seed}-{turn}", submitted) for turn in turns] for seed in range(settings.seeds)]
+    outcomes = {keep: [simulate(settings, name, rates, keep, each) for each in work] for keep in (Keep.AUTO, *FIXED)}
     costs = {keep: statistics.fmean(each.seconds for each in of) for keep, of in outcomes.items()}
     best = min(FIXED, key=lambda keep: costs[keep])
     pairs = zip(outcomes[Keep.AUTO], outcomes[best], strict=True)
@@ -215,7 +199,7 @@ def simulate_all(settings: Settings, name: Name, rates: MachineRates) -> tuple[d
         "best": str(best),
         "regret": costs[Keep.AUTO] / costs[best],
         "regrets": [round(auto.seconds / fixed.seconds, 4) for auto, fixed in pairs],
-        "decisions": _places(ours),
+        "decisions": summed(*(each.decisions for each in ours)),
         "recomputed_tokens": {
             str(keep): sum(each.counters.recomputed_tokens for each in of) for keep, of in outcomes.items()
         },
@@ -257,35 +241,21 @@ def simulate(
     return simulation.run(drive()).since(warm[0])
 
 
-def _places(outcomes: Sequence[Outcome]) -> dict[str, dict[str, int]]:
-    """Decisions of all of them."""
-    places: dict[str, dict[str, int]] = {}
-    for outcome in outcomes:
-        for reason, counts in outcome.decisions.items():
-            of = places.setdefault(str(reason), {})
-            for keep, count in counts.items():
-                of[str(keep)] = of.get(str(keep), 0) + count
-    return places
-
-
 # For real ---------------------------------------------------------------------------------------------
 
 
 def _pairs(settings: Settings, name: Name, fixed: Keep) -> dict[str, Any]:
-    shape, draw = settings.shape(name), Draw(settings, name)
-    sides = {"auto": Keep.AUTO, "fixed": fixed}
-    seconds: dict[str, list[float]] = {side: [] for side in sides}
-    with started({side: _config(settings, name, keep) for side, keep in sides.items()}) as services:
-        for turn in range(1 + settings.pairs):
-            groups = draw.turn(f"real-{turn}")
-            for side in list(sides) if turn % 2 else reversed(sides):
-                took = _turn(services[side], shape, groups)
-                if turn:
-                    seconds[side].append(took)
-        decisions = {
-            str(reason): {str(keep): count for keep, count in places.items()}
-            for reason, places in services["auto"].stats().decisions.items()
-        }
+    shape, drawn = settings.shape(name), drawing(settings, name)
+    keeps = {"auto": Keep.AUTO, "fixed": fixed}
+
+    def turns(service: Rollout) -> Callable[[], float]:
+        """The next one, each time."""
+        numbers = itertools.count()
+        return lambda: _turn(service, shape, drawn.groups(f"real-{next(numbers)}", shape.submitted))
+
+    with started({side: _config(settings, name, keep) for side, keep in keeps.items()}) as services:
+        seconds = interleaved({side: turns(service) for side, service in services.items()}, settings.pairs)
+        decisions = summed(services["auto"].stats().decisions)
     pairs = [ours / theirs for ours, theirs in zip(seconds["auto"], seconds["fixed"], strict=True)]
     low, high = median_interval(pairs)
     return {
@@ -325,21 +295,11 @@ def _config(settings: Settings, name: Name, keep: Keep) -> dict[str, Any]:
 
 
 def _turn(service: Rollout, shape: Shape, groups: Sequence[Group]) -> float:
-    """Seconds until all of it is done. Raises `WrongOutputError`."""
+    """Seconds until all of it is done. Raises `DeadlineError` or `WrongOutputError`."""
     settle(service)
-    asked = {group.key: group.lengths for group in groups}
-    done: list[Delivery] = []
+    order = Order(service, TIMEOUT_S)
     begin = time.monotonic()
     for fresh, wanted in _rounds(shape, groups):
-        for group in fresh:
-            sampling = [SamplingParams(max_new_tokens=length, ignore_eos=True) for length in group.lengths]
-            service.submit([group.prompt], n=len(sampling), sampling=sampling, key=[group.key])
-        collected = service.collect(wanted, over_sample=shape.over / shape.groups, timeout_s=TIMEOUT_S)
-        if len(collected.groups) < wanted:
-            raise DeadlineError(f"{len(collected.groups)} of {wanted} groups within {TIMEOUT_S:g} s")
-        done += collected.groups
-    seconds = time.monotonic() - begin
-    got = {str(delivery.group_id): [len(each.output_ids) for each in delivery.trajectories] for delivery in done}
-    if got != asked:
-        raise WrongOutputError(f"asked for outputs of {asked} tokens, and got {got}")
-    return seconds
+        order.submit(fresh)
+        order.collect(wanted, over_sample=shape.over / shape.groups)
+    return time.monotonic() - begin

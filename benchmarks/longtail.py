@@ -21,10 +21,9 @@ short one does not count.
 `collect_s`.
 """
 
-import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -32,16 +31,16 @@ from typing import Any
 from pydantic import ByteSize, Field, PositiveInt, model_validator
 
 from benchmarks.checkout import SMOLLM2, require_model
+from benchmarks.decisions import summed
+from benchmarks.forced import Drawing, Group, Order
 from benchmarks.measure import interleaved
 from benchmarks.servegen import SERVEGEN, Lengths
 from benchmarks.services import settle, started
-from benchmarks.workload import Vocabulary, WrongOutputError
+from benchmarks.workload import Vocabulary
 from rollout.client import Rollout
 from rollout.config import KeepName, Section
-from rollout.errors import DeadlineError
 from rollout.metrics import ServiceStats
 from rollout.model.spec import read_spec
-from rollout.types import Delivery, SamplingParams
 
 TIMEOUT_S = 1200.0
 SIDES = ("sync", "reprefill", "auto", "divided")
@@ -53,35 +52,35 @@ class Settings(Section):
     model: Path = SMOLLM2
     """`make model` puts SmolLM2-135M there."""
     lengths: Path = SERVEGEN
-    """Of ServeGen."""
+    """ServeGen histogram to draw lengths from."""
     workers: PositiveInt = 2
-    """Of each side."""
+    """Workers of each side."""
     cpus: PositiveInt = 1
-    """Of each worker."""
+    """Cores of each worker."""
     longest: PositiveInt = 1024
     """Tokens that the longest output of the histogram becomes."""
     groups: PositiveInt = 24
-    """To collect in each round."""
+    """Groups to collect in each round."""
     open_groups: PositiveInt = 32
-    """Under way when a round begins."""
+    """Groups under way when a round begins."""
     samples: PositiveInt = 4
-    """Of each group."""
+    """Trajectories of each group."""
     prompt_tokens: tuple[PositiveInt, PositiveInt] = (16, 48)
-    """Least and most."""
+    """Least and most tokens of a prompt."""
     rounds: PositiveInt = 2
-    """Of a turn."""
+    """Rounds of a turn."""
     slice_tokens: PositiveInt = 64
-    """Of `divided`."""
+    """Tokens after which `divided` stops a trajectory, each time."""
     slice_keep: KeepName = "auto"
-    """Of `divided`: where slices leave their KV."""
+    """Where slices of `divided` leave their KV."""
     max_running: PositiveInt = 32
     """Sequences in a worker's batch."""
     kv_bytes: ByteSize = ByteSize(512 << 20)
-    """Of a worker's device."""
+    """KV that a worker's device holds."""
     host_bytes: ByteSize = ByteSize(256 << 20)
-    """Of a worker's host tier."""
+    """KV that a worker's host memory holds."""
     pool_bytes: ByteSize = ByteSize(512 << 20)
-    """Of each side."""
+    """KV that the pool of each side holds."""
     repeats: int = Field(default=3, ge=1)
     """Turns of each side that count."""
 
@@ -90,14 +89,6 @@ class Settings(Section):
         if self.open_groups < self.groups:
             raise ValueError(f"open_groups: got {self.open_groups}, allowed: groups ({self.groups}) or more")
         return self
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
-    """A prompt and the length of each of its outputs."""
-
-    prompt: list[int]
-    lengths: list[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,21 +117,24 @@ def run(settings: Settings) -> tuple[dict[str, Any], dict[str, float]]:
     Lengths.read("lengths", settings.lengths, settings.longest)
     with started({side: _config(settings, side) for side in SIDES}) as services:
         sides = {side: _Side(settings, side, service) for side, service in services.items()}
-        warm = _draw(settings, "warm", longest=min(WARM_TOKENS, settings.longest))
-        for side in sides.values():
-            side.turn("warm", warm)
+        count = settings.open_groups + (settings.rounds - 1) * settings.groups
+        warm = _drawing(settings, min(WARM_TOKENS, settings.longest)).groups("warm", count)
+        for each in sides.values():
+            each.turn(warm)
+        drawing = _drawing(settings, settings.longest)
         turns: dict[str, list[Turn]] = {side: [] for side in SIDES}
 
-        def take(side: str) -> float:
-            turn = len(turns[side])
-            turns[side].append(sides[side].turn(str(turn), _draw(settings, str(turn), longest=settings.longest)))
-            return turns[side][-1].collect_s
+        def next_turn(side: str) -> Callable[[], float]:
+            def take() -> float:
+                turns[side].append(sides[side].turn(drawing.groups(str(len(turns[side])), count)))
+                return turns[side][-1].collect_s
 
-        interleaved({side: lambda side=side: take(side) for side in SIDES}, settings.repeats, unmeasured=0)
+            return take
+
+        interleaved({side: next_turn(side) for side in SIDES}, settings.repeats, unmeasured=0)
         results: dict[str, Any] = {side: _summary(turns[side]) for side in SIDES}
         for side, service in services.items():
-            decided = service.stats().decisions
-            results[side]["decisions"] = {str(reason): dict(places) for reason, places in decided.items()}
+            results[side]["decisions"] = summed(service.stats().decisions)
     return results, _ratios(results)
 
 
@@ -179,19 +173,14 @@ def _config(settings: Settings, side: str) -> dict[str, Any]:
     }
 
 
-def _draw(settings: Settings, turn: str, *, longest: int) -> list[Group]:
-    """All groups of a turn, in the order in which they are submitted."""
-    draw = random.Random(f"longtail {turn}")
-    lengths = Lengths.read("lengths", settings.lengths, longest)
-    vocabulary = Vocabulary.read(settings.model, read_spec(settings.model).vocab_size)
-    count = settings.open_groups + (settings.rounds - 1) * settings.groups
-    return [
-        Group(
-            prompt=draw.choices(vocabulary.ids, k=draw.randint(*settings.prompt_tokens)),
-            lengths=lengths.draw(draw, settings.samples),
-        )
-        for _ in range(count)
-    ]
+def _drawing(settings: Settings, longest: int) -> Drawing:
+    return Drawing(
+        name="longtail",
+        ids=Vocabulary.read(settings.model, read_spec(settings.model).vocab_size).ids,
+        prompt_tokens=settings.prompt_tokens,
+        samples=settings.samples,
+        output_tokens=Lengths.read("lengths", settings.lengths, longest),
+    )
 
 
 class _Side:
@@ -202,28 +191,27 @@ class _Side:
         self._sync = side == "sync"
         self._service = service
 
-    def turn(self, name: str, groups: Sequence[Group]) -> Turn:
+    def turn(self, groups: Sequence[Group]) -> Turn:
         settings, service = self._settings, self._service
         settle(service)
         before = service.stats()
-        wanted = {f"{name}-{index}": group.lengths for index, group in enumerate(groups)}
-        begin, submitted, done = time.monotonic(), 0, 0
+        order = Order(service, TIMEOUT_S)
+        begin, submitted = time.monotonic(), 0
         for index in range(settings.rounds):
             under_way = settings.groups if self._sync else settings.open_groups
             upto = index * settings.groups + under_way
-            self._submit(name, groups, submitted, upto)
+            order.submit(groups[submitted:upto])
             submitted = upto
-            done += self._check(wanted, self._collect(settings.groups))
+            self._collect(order, settings.groups)
         collect_s = time.monotonic() - begin
         collected = service.stats()
         rest_begin = time.monotonic()
-        self._submit(name, groups, submitted, len(groups))
-        if done < len(groups):
-            done += self._check(wanted, self._collect(len(groups) - done))
+        order.submit(groups[submitted:])
+        if order.missing:
+            self._collect(order, order.missing)
         all_s = collect_s + time.monotonic() - rest_begin
         settle(service)
         after = service.stats()
-        assert done == len(groups), f"{done} of {len(groups)} groups"
         counted = {
             field: getattr(after.counters, field) - getattr(before.counters, field)
             for field in (
@@ -250,29 +238,11 @@ class _Side:
             **counted,
         )
 
-    def _submit(self, name: str, groups: Sequence[Group], first: int, stop: int) -> None:
-        for index, group in enumerate(groups[first:stop], first):
-            sampling = [SamplingParams(max_new_tokens=length, ignore_eos=True) for length in group.lengths]
-            self._service.submit([group.prompt], n=len(sampling), sampling=sampling, key=[f"{name}-{index}"])
-
-    def _collect(self, count: int) -> Sequence[Delivery]:
+    def _collect(self, order: Order, count: int) -> None:
         if self._sync:
-            deliveries = self._service.next_groups(count, TIMEOUT_S)
+            order.wait(count)
         else:
-            over_sample = self._settings.open_groups / self._settings.groups - 1.0
-            deliveries = list(self._service.collect(count, over_sample=over_sample, timeout_s=TIMEOUT_S).groups)
-        if len(deliveries) < count:
-            raise DeadlineError(f"{len(deliveries)} of {count} groups within {TIMEOUT_S:g} s")
-        return deliveries
-
-    def _check(self, wanted: dict[str, list[int]], deliveries: Sequence[Delivery]) -> int:
-        """How many there are. Raises `WrongOutputError` if a length is not what was asked for."""
-        for delivery in deliveries:
-            lengths = [len(trajectory.output_ids) for trajectory in delivery.trajectories]
-            asked = wanted[str(delivery.group_id)]
-            if lengths != asked:
-                raise WrongOutputError(f"{delivery.group_id}: asked for {asked} tokens, and got {lengths}")
-        return len(deliveries)
+            order.collect(count, over_sample=self._settings.open_groups / self._settings.groups - 1.0)
 
 
 def _engines(stats: ServiceStats, field: str) -> float:

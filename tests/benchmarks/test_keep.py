@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.calibration import Calibration, fit
-from benchmarks.keep import FIXED, Draw, Settings, median_interval, run, simulate, simulate_all
+from benchmarks.keep import FIXED, Settings, drawing, median_interval, run, simulate, simulate_all
 from benchmarks.standin import StandIn
 from rollout.control.messages import Pace
 from rollout.sim.machine import MachineRates
@@ -57,7 +57,8 @@ def settings(tmp_path: Path) -> Settings:
 
 def test_all_sides_do_the_same_work_and_the_best_fixed_one_is_the_cheapest(settings: Settings) -> None:
     for name in settings.workloads:
-        turns = [Draw(settings, name).turn(f"0-{index}") for index in range(2)]
+        submitted = settings.shape(name).submitted
+        turns = [drawing(settings, name).groups(f"0-{index}", submitted) for index in range(2)]
         outcomes = {keep: simulate(settings, name, RATES, keep, turns) for keep in (Keep.AUTO, *FIXED)}
         assert {each.tokens for each in outcomes.values()} == {sum(sum(group.lengths) for group in turns[1])}
         assert outcomes[Keep.AUTO].counters.suspensions > 0
