@@ -44,14 +44,13 @@ from benchmarks.peer import Peer
 from benchmarks.peers.protocol import Prepared, serve
 from benchmarks.recording import Recording
 from benchmarks.standin import StandIn
-from rollout.cluster import host as hosts
 from rollout.cluster.description import Batch
 from rollout.cluster.exports import Exports
 from rollout.cluster.host import Host
 from rollout.config import AbortConfig, EngineConfig, GroupsConfig, HostConfig, ResumeConfig, Section, load_config
 from rollout.control.commands import Assignment, LoopWatch, Watch
 from rollout.control.controller import Controller
-from rollout.control.messages import Pace, WorkerEvent
+from rollout.control.messages import Pace, WorkerEvent, merge_sampled
 from rollout.control.submission import Submission
 from rollout.engine.engine import Engine
 from rollout.engine.scheduler import Scheduler
@@ -238,7 +237,7 @@ def _answer_s(host: Host, events: list[WorkerEvent]) -> float:
     """What a poll for the events of one step costs, and Ray's copy of it."""
 
     def answer() -> None:
-        batch = Batch(incarnation="i", number=1, silent_s=0.0, events=hosts._merged(list(events)), facts=host.facts)
+        batch = Batch(incarnation="i", number=1, silent_s=0.0, events=merge_sampled(events), facts=host.facts)
         pickle.dumps(batch, protocol=5)
 
     seconds = []

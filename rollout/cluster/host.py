@@ -19,8 +19,9 @@ from rollout.cluster.description import Batch, WorkerDescription
 from rollout.cluster.exports import Exports
 from rollout.config import Config, Memory
 from rollout.control.commands import Assignment
-from rollout.control.messages import Failed, Moved, Parked, Sampled, WorkerEvent
+from rollout.control.messages import TELL_S, Failed, Moved, Parked, Sampled, WorkerEvent, merge_sampled
 from rollout.engine.assembly import assemble
+from rollout.engine.engine import IDLE_S
 from rollout.errors import DeadlineError, RequestError
 from rollout.kv.image import Buffer, Manifest, describe, join
 from rollout.kv.restore import ImageReader
@@ -29,12 +30,6 @@ from rollout.model.spec import read_spec
 from rollout.types import Keep, NodeId, SequenceKey, Version, WorkerId
 
 logger = logging.getLogger(__name__)
-
-TELL_S = 0.1
-"""Tokens are told at most once in this time, unless something else is to be told: each time costs the worker and the
-controller a call, and a token is of use to nobody before its trajectory stops."""
-IDLE_S = 0.5
-"""Longest sleep of an engine thread that nobody wakes; bounds how late a deadline is seen."""
 
 
 class Host:
@@ -173,7 +168,7 @@ class Host:
                 incarnation=self._incarnation,
                 number=acknowledged + 1,
                 silent_s=time.monotonic() - self._went_round,
-                events=_merged(events),
+                events=merge_sampled(events),
                 facts=self.facts,
             )
             self._facts_told = True
@@ -284,22 +279,3 @@ class Host:
             exported_bytes=self._exported_bytes,
             exporting=self._exports.exporting,
         )
-
-
-def _merged(events: list[WorkerEvent]) -> tuple[WorkerEvent, ...]:
-    """The same events, with a trajectory's consecutive `Sampled` joined to one."""
-    merged: list[WorkerEvent] = []
-    last: dict[SequenceKey, int] = {}
-    for event in events:
-        key = (event.trajectory_id, event.epoch)
-        at = last.pop(key, None)
-        if isinstance(event, Sampled):
-            if at is not None:
-                before = merged[at]
-                assert isinstance(before, Sampled), before
-                before.columns.extend(event.columns)
-                last[key] = at
-                continue
-            last[key] = len(merged)
-        merged.append(event)
-    return tuple(merged)

@@ -4,6 +4,7 @@ Every message about a trajectory on a worker carries the epoch of its assignment
 `Finished`, `Parked` or `Failed`, or with its worker; whatever arrives of an older epoch is ignored.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +16,15 @@ from rollout.types import (
     Keep,
     NodeId,
     SegmentId,
+    SequenceKey,
     TrajectoryId,
     Version,
     WorkerId,
 )
+
+TELL_S = 0.1
+"""A worker tells tokens at most once in this time, unless something else is to be told: each time costs it and the
+controller a call, and a token is of use to nobody before its trajectory stops."""
 
 # From a worker ------------------------------------------------------------------------------------
 
@@ -73,6 +79,23 @@ def _sampled(
 ) -> Sampled:
     columns = Columns(ids, logprobs, versions)
     return Sampled(trajectory_id=trajectory_id, epoch=epoch, offset=offset, columns=columns)
+
+
+def merge_sampled(events: Sequence[WorkerEvent]) -> tuple[WorkerEvent, ...]:
+    """The same events, with a trajectory's consecutive `Sampled` joined to one: the first takes in the others."""
+    merged: list[WorkerEvent] = []
+    last: dict[SequenceKey, Sampled] = {}
+    for event in events:
+        key = (event.trajectory_id, event.epoch)
+        if not isinstance(event, Sampled):
+            last.pop(key, None)
+            merged.append(event)
+        elif key in last:
+            last[key].columns.extend(event.columns)
+        else:
+            last[key] = event
+            merged.append(event)
+    return tuple(merged)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,6 +34,9 @@ from rollout.kv.tiers import PageRef, Tier
 from rollout.metrics import EngineStats
 from rollout.types import AbortReason, Columns, FinishReason, Keep, NodeId, SegmentId, SequenceKey, Version
 
+IDLE_S = 0.5
+"""Longest sleep of an engine's thread that nobody wakes; bounds how late a deadline is seen."""
+
 
 class Engine:
     """Runs assignments to their end, their slice or their abort."""

@@ -10,6 +10,7 @@ from rollout.attention import make_attention
 from rollout.config import EngineConfig
 from rollout.engine.native_sampling import NativeSampler
 from rollout.engine.sampling import Sampler, TorchSampler
+from rollout.engine.scheduler import CHUNK_TOKENS
 from rollout.errors import ConfigError, NativeKernelsError
 from rollout.model.decoder import Decoder, TorchDecoder
 from rollout.model.native import NativeDecoder, refusal
@@ -17,7 +18,6 @@ from rollout.model.spec import ModelSpec
 from rollout.native.library import Kernels, load
 
 PAGE_TOKENS = 16
-CHUNK_TOKENS = 128
 FLASH_PAGE_TOKENS = 256
 FLASH_HEAD_DIM = 256
 """Largest that flash-attn 2 has kernels for."""

@@ -17,6 +17,9 @@ from rollout.engine.sources import Sources, find_sources
 from rollout.kv.cache import KVCache
 from rollout.kv.tiers import Tier
 
+CHUNK_TOKENS = 128
+"""Longest piece of one sequence that is prefilled in a step, where it is not configured and pages are not longer."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:

@@ -6,7 +6,7 @@ middle of a step, whose length is settled by then, is made up for by the next on
 
 
 class Load:
-    """Of one worker. Seconds of virtual time."""
+    """How long the steps of one worker take. Seconds of virtual time."""
 
     def __init__(self, slowdown: float) -> None:
         self._slowdown = slowdown

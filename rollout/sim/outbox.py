@@ -6,16 +6,13 @@ every `TELL_S`; the next call sets out when the answer has arrived.
 
 from collections.abc import Callable, Sequence
 
-from rollout.control.messages import Sampled, WorkerEvent, WorkerFacts, WorkerReport
+from rollout.control.messages import TELL_S, Sampled, WorkerEvent, WorkerFacts, WorkerReport, merge_sampled
 from rollout.sim.clock import Clock
-from rollout.types import SequenceKey, WorkerId
-
-TELL_S = 0.1
-"""As `cluster.host.TELL_S`."""
+from rollout.types import WorkerId
 
 
 class Outbox:
-    """Of one worker."""
+    """The events of one worker that were not told yet, and when they are."""
 
     def __init__(
         self, worker: WorkerId, clock: Clock, *, latency_s: float, arrive: Callable[[WorkerReport], None]
@@ -64,27 +61,12 @@ class Outbox:
         events, self._events = self._events, []
         self._pressing = self._polled = False
         self._told = self._clock.now
-        report = WorkerReport(worker=self._worker, incarnation=self._worker, events=_merged(events), facts=self._facts)
+        report = WorkerReport(
+            worker=self._worker, incarnation=self._worker, events=merge_sampled(events), facts=self._facts
+        )
 
         def arrived() -> None:
             self._arrive(report)
             self._clock.after(self._latency_s, self._poll)
 
         self._clock.after(self._latency_s, arrived)
-
-
-def _merged(events: Sequence[WorkerEvent]) -> tuple[WorkerEvent, ...]:
-    """The same events, with a trajectory's consecutive `Sampled` joined to one."""
-    merged: list[WorkerEvent] = []
-    last: dict[SequenceKey, Sampled] = {}
-    for event in events:
-        key = (event.trajectory_id, event.epoch)
-        if not isinstance(event, Sampled):
-            last.pop(key, None)
-            merged.append(event)
-        elif key in last:
-            last[key].columns.extend(event.columns)
-        else:
-            last[key] = event
-            merged.append(event)
-    return tuple(merged)

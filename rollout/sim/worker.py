@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from rollout.config import EngineConfig, HostConfig, Memory
 from rollout.control.commands import Assignment
 from rollout.control.messages import Failed, Parked, WorkerEvent, WorkerReport
-from rollout.engine.engine import Engine
+from rollout.engine.engine import IDLE_S, Engine
 from rollout.engine.images import Images
 from rollout.engine.rates import Rates
-from rollout.engine.scheduler import Limits, Scheduler
+from rollout.engine.scheduler import CHUNK_TOKENS, Limits, Scheduler
 from rollout.errors import RequestError
 from rollout.kv.cache import KVCache
 from rollout.kv.keys import Fingerprint, root_key
@@ -28,10 +28,6 @@ from rollout.sim.runner import VOCAB_SIZE, PacedRunner
 from rollout.sim.transfers import Lender, PacedCopier, PacedRestorer
 from rollout.types import Keep, SequenceKey, Version, WorkerId
 
-IDLE_S = 0.5
-"""As `cluster.host.IDLE_S`: an engine that can run nothing looks again after this."""
-CHUNK_TOKENS = 128
-"""Longest piece of one sequence that is prefilled in a step, as on a real worker if it is not configured."""
 ROOT = root_key(Fingerprint("simulated"))
 
 
@@ -64,7 +60,6 @@ class SimWorker:
         self._load = Load(rates.slowdown)
         self._lane = Lane(clock, rates.export_lanes)
         self._parked = ParkedSequences(self._send)
-        self._ahead_s = 0.0
         self._stepping = False
         self._idle_look = False
         """One is scheduled."""

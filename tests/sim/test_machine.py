@@ -2,10 +2,18 @@
 
 import pytest
 
+from rollout.cluster import controller, jobs
+from rollout.sim import pool as sim_pool
+from rollout.sim import simulation
 from rollout.sim.clock import Clock, Lane, Process
 from rollout.sim.load import Load
 from rollout.sim.machine import rising_prefill
 from tests.sim.scene import rates
+
+
+def test_the_simulation_goes_by_the_constants_of_the_service() -> None:
+    assert sim_pool.JOINED_BYTES == jobs.JOINED_BYTES
+    assert simulation.TICK_S == controller.TICK_S
 
 
 def test_prefill_is_summed_by_position() -> None:
