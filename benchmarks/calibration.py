@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from pydantic import Field, PositiveInt
 
+from benchmarks.measure import MeasurementError
 from benchmarks.moves import POLL_S, TIMEOUT_S, Scene
 from rollout.config import Section
 from rollout.control.costs import prefill_s
@@ -35,11 +36,11 @@ class Calibration(Section):
     sizes: tuple[PositiveInt, ...] = Field(default=(96, 384, 1024), min_length=2)
     """Tokens of the trajectories that are moved."""
     moves: PositiveInt = 4
-    """Of each size and kind; the first does not count."""
+    """Moves of each size and kind; the first does not count."""
     batches: tuple[PositiveInt, ...] = Field(default=(2, 4, 8, 16), min_length=1)
     """Sequences that decode at the same time."""
     steps: PositiveInt = 24
-    """Of each batch."""
+    """Decode steps of each batch."""
 
 
 def calibrate(settings: Calibration, model: Path, cpus: int) -> tuple[MachineRates, dict[str, Any]]:
@@ -75,7 +76,8 @@ def calibrate(settings: Calibration, model: Path, cpus: int) -> tuple[MachineRat
     step, kv_token_s = steps
     longest = (max(settings.sizes) - 1).bit_length()
     prefill = tuple(prefill_s(facts.prefill_s, 1 << i, (1 << i) + 1) for i in range(longest))
-    assert all(prefill), facts
+    if not all(prefill):
+        raise MeasurementError(f"the worker did not measure prefill of all sizes: {facts.prefill_s}")
     page_tokens = scene.client.config.engine.page_tokens or 16
     rates = MachineRates(
         prefill_s=prefill,
@@ -151,7 +153,8 @@ def _step_s(scene: Scene, steps: int) -> float:
 
 
 def _known(pace: Pace | None, what: str) -> Pace:
-    assert pace is not None, f"the worker did not measure {what}"
+    if pace is None:
+        raise MeasurementError(f"the worker did not measure {what}")
     return pace
 
 

@@ -10,18 +10,15 @@ one every 0.1 s). Medians of `steps` steps, watched ones and others in turns of 
 engine's commit, which is not part of it.
 
 `results.updates_per_s` is how many worker events about trajectories a controller takes in, in a second of one core's
-time: what the controller of a simulated service was told (`rollout.sim`: `workers` workers, slices, collections that
-stop the rest, resumes; cost model and all) is told to a fresh controller again, which has to come to the same counts
-and decisions. Everything else that it is told in the course of it (pools' answers, submissions, ticks) takes part of
-that time and does not count. Median of `repeats`; `wall_updates_per_s` is by the clock on the wall. `profile` lists
-where the time goes, by a run of its own.
+time (`replay`): what the controller of a simulated service was told (`workers` workers, slices, collections that stop
+the rest, resumes; cost model and all) is told to a fresh controller again. Everything else that it is told in the
+course of it (pools' answers, submissions, ticks) takes part of that time and does not count. Median of `repeats`;
+`wall_updates_per_s` is by the clock on the wall. `profile` lists where the time goes, by a run of its own.
 """
 
-import cProfile
 import gc
 import os
 import pickle
-import pstats
 import random
 import sys
 import tempfile
@@ -30,7 +27,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -39,25 +35,22 @@ from unittest import mock
 import torch
 from pydantic import Field, PositiveInt
 
-from benchmarks.measure import in_ms
+from benchmarks.endless import EVERYTHING, NoImages, endless
+from benchmarks.measure import MeasurementError, in_ms, medians
 from benchmarks.peer import Peer
 from benchmarks.peers.protocol import Prepared, serve
-from benchmarks.recording import Recording
+from benchmarks.replay import Mix, measure_updates
 from benchmarks.standin import StandIn
 from rollout.cluster.description import Batch
 from rollout.cluster.exports import Exports
 from rollout.cluster.host import Host
-from rollout.config import AbortConfig, EngineConfig, GroupsConfig, HostConfig, ResumeConfig, Section, load_config
-from rollout.control.commands import Assignment, LoopWatch, Watch
-from rollout.control.controller import Controller
-from rollout.control.messages import Pace, WorkerEvent, merge_sampled
-from rollout.control.submission import Submission
+from rollout.config import Section, load_config
+from rollout.control.commands import Watch
+from rollout.control.messages import WorkerEvent, merge_sampled
 from rollout.engine.engine import Engine
 from rollout.engine.scheduler import Scheduler
 from rollout.errors import DeadlineError
-from rollout.sim.machine import MachineRates, rising_prefill
-from rollout.sim.simulation import Driver, Simulation, forced_group
-from rollout.types import Columns, NodeId, SamplingParams, TrajectoryId, WorkerId
+from rollout.types import NodeId, WorkerId
 
 TIMEOUT_S = 1800.0
 PAGE_TOKENS = 16
@@ -72,46 +65,6 @@ LOOP: dict[str, tuple[Any, str]] = {
 """What the engine's thread calls between two steps; whoever renames one of them renames it here."""
 STEP: dict[str, tuple[Any, str]] = {"memory": (Scheduler, "giving_way"), "commit": (Engine, "_commit")}
 """Parts of a step that are told apart."""
-WATCH = Watch(slice_tokens=1 << 14, most_tokens=1 << 14, turns=True, loop=LoopWatch(ngram=64, times=8, min_tokens=64))
-"""What a worker can be told to look for, and never sees here."""
-TOP = 15
-"""Functions of the profile."""
-
-RATES = MachineRates(
-    prefill_s=rising_prefill(40e-6, 2e-9, 4096),
-    step=Pace(fixed_s=0.020, unit_s=50e-6),
-    export=Pace(fixed_s=0.008, unit_s=0.2e-9),
-    restore=Pace(fixed_s=0.004, unit_s=0.15e-9),
-    save=Pace(fixed_s=0.001, unit_s=0.1e-9),
-    load=Pace(fixed_s=0.001, unit_s=0.1e-9),
-    latency_s=0.0007,
-    slowdown=0.05,
-    token_bytes=131072,
-    page_tokens=PAGE_TOKENS,
-    device_pages=1,
-    host_pages=2048,
-    pool_bytes=16 << 30,
-    max_context=4096,
-)
-"""About a small model on one GPU; how much the device holds follows from the batch."""
-
-
-class Mix(Section):
-    """The run whose events are recorded."""
-
-    workers: PositiveInt = 4
-    max_running: PositiveInt = 64
-    """Of each worker."""
-    device_tokens: PositiveInt = 24576
-    """KV that fits on each worker."""
-    groups: PositiveInt = 96
-    samples: PositiveInt = 8
-    collect: PositiveInt = 24
-    """Groups of each call; a third more are under way."""
-    prompt_tokens: PositiveInt = 100
-    mean_tokens: PositiveInt = 200
-    """Of outputs, which are distributed exponentially."""
-    slice_tokens: PositiveInt = 128
 
 
 class Settings(Section):
@@ -139,7 +92,8 @@ def run(settings: Settings) -> tuple[dict[str, Any], dict[str, float]]:
     options = {"cores": sorted(os.sched_getaffinity(0))[:1]}
     with Peer("host", [sys.executable, "-m", "benchmarks.control"], options) as worker:
         step = worker.ask("measure", settings=settings.model_dump(mode="json"), timeout_s=TIMEOUT_S)
-    return {f"step_overhead_{settings.running}_ms": step["overhead_ms"], "step": step, **_updates(settings)}, {}
+    updates = measure_updates(settings.mix, settings.repeats)
+    return {f"step_overhead_{settings.running}_ms": step["overhead_ms"], "step": step, **updates}, {}
 
 
 def prepare(options: dict[str, Any]) -> Prepared:
@@ -185,7 +139,8 @@ class _Rounds:
         def wrapper(engine: Engine) -> list[WorkerEvent]:
             begin = time.perf_counter()
             if self._ended:
-                self.rounds.append({"loop": begin - self._ended, "step": self._step_s, **self._parts})
+                parts = {name: self._parts[name] for name in (*LOOP, *STEP)}
+                self.rounds.append({"loop": begin - self._ended, "step": self._step_s, **parts})
             self._parts.clear()
             self.events = events = function(engine)
             self._ended = time.perf_counter()
@@ -202,7 +157,7 @@ def _measure(settings: Settings) -> dict[str, Any]:
     """Interleaved: two hosts, of which one is paused."""
     with tempfile.TemporaryDirectory() as directory:
         model = settings.stand_in.write(Path(directory) / "model")
-        sides = {"watched": _Side(settings, model, WATCH), "unwatched": _Side(settings, model, Watch())}
+        sides = {"watched": _Side(settings, model, EVERYTHING), "unwatched": _Side(settings, model, Watch())}
         gc.freeze()  # as workers do
         rounds = _Rounds()
         measured: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
@@ -210,7 +165,7 @@ def _measure(settings: Settings) -> dict[str, Any]:
             for turn in range(-(-settings.steps // settings.block)):
                 for name in list(sides) if turn % 2 == 0 else reversed(sides):
                     measured[name] += sides[name].block(rounds)
-    parts = {name: _medians(each) for name, each in measured.items()}
+    parts = {name: medians(each) for name, each in measured.items()}
     of, without = parts["watched"], parts["unwatched"]
     overhead = {
         "loop": of["loop"],
@@ -225,12 +180,6 @@ def _measure(settings: Settings) -> dict[str, Any]:
         **in_ms({"commit": without["commit"], "step": of["step"]}),
         "rounds": len(measured["watched"]),
     }
-
-
-def _medians(rounds: list[dict[str, float]]) -> dict[str, float]:
-    """Of each part; one that a round has not took no time."""
-    names = ("loop", "step", *LOOP, *STEP)
-    return {name: median(round_.get(name, 0.0) for round_ in rounds) for name in names}
 
 
 def _answer_s(host: Host, events: list[WorkerEvent]) -> float:
@@ -267,14 +216,14 @@ class _Side:
             },
             "abort": {"policies": [{"kind": "memory"}]},
         }
-        self.host = Host(WorkerId("w"), NodeId("node"), "i", load_config(config), "weights", _NoImages())
+        self.host = Host(WorkerId("w"), NodeId("node"), "i", load_config(config), "weights", NoImages())
         self._acknowledged = 0
         threading.Thread(target=self._poll, daemon=True).start()
         draw = random.Random(0)
         for index in range(settings.running):
             if index % settings.samples == 0:
                 prompt = tuple(draw.choices(range(256), k=settings.context_tokens + index % 16))
-            self.host.start(_assignment(index, prompt, watch))
+            self.host.start(endless(index, prompt, watch))
         self._until(lambda: self.host.stats.engine.sampled_tokens >= settings.running, "first tokens")
         self.host.pause()
 
@@ -288,7 +237,8 @@ class _Side:
         running = self.host.stats.engine.running
         self.host.pause()
         self._until(lambda: self.host._engine.idle, "the pause")
-        assert running == self._settings.running, running
+        if running != self._settings.running:
+            raise MeasurementError(f"{running} of {self._settings.running} sequences were running")
         return taken
 
     def _poll(self) -> None:
@@ -304,112 +254,6 @@ class _Side:
             if time.monotonic() > deadline:
                 raise DeadlineError(f"waited {TIMEOUT_S / 10:g} s for {what}")
             time.sleep(0.01)
-
-
-def _assignment(index: int, prompt: tuple[int, ...], watch: Watch) -> Assignment:
-    """One that does not end."""
-    return Assignment(
-        trajectory_id=TrajectoryId(f"{index}/0"),
-        epoch=1,
-        prompt_ids=prompt,
-        output=Columns(),
-        sampling=SamplingParams(max_new_tokens=1 << 14, ignore_eos=True),
-        seed=index,
-        watch=watch,
-        max_context=1 << 15,
-        image=None,
-        kv_tokens=0,
-    )
-
-
-class _NoImages:
-    """Of a worker that restores nothing."""
-
-    def open(self, runs: Any, deadline: float) -> Any:
-        raise AssertionError("nothing is restored here")
-
-
-# The controller ---------------------------------------------------------------------------------------
-
-
-def _updates(settings: Settings) -> dict[str, Any]:
-    mix = settings.mix
-    abort = AbortConfig.model_validate({"policies": [{"kind": "slice_budget", "tokens": mix.slice_tokens}]})
-    rates = replace(RATES, device_pages=-(-mix.device_tokens // PAGE_TOKENS))
-    simulation = Simulation(
-        rates,
-        workers=mix.workers,
-        engine=EngineConfig(max_running=mix.max_running),
-        host=HostConfig(),
-        abort=abort,
-    )
-    recording = Recording(simulation)
-    simulation.run(_drive(simulation, mix, _submissions(mix)))
-
-    def replayed() -> tuple[float, float]:
-        controller = Controller(
-            workers=mix.workers,
-            max_context=rates.max_context,
-            abort=abort,
-            resume=ResumeConfig(),
-            groups=GroupsConfig(),
-        )
-        begin, cpu = time.perf_counter(), time.thread_time()
-        recording.replay(controller)
-        seconds = time.thread_time() - cpu, time.perf_counter() - begin
-        assert recording.agrees(controller), "the replay decided otherwise"
-        return seconds
-
-    replayed()
-    seconds = [replayed() for _ in range(settings.repeats)]
-    profile = cProfile.Profile()
-    profile.runcall(replayed)
-    updates = sum(recording.kinds.values())
-    return {
-        "updates_per_s": updates / median(cpu for cpu, _ in seconds),
-        "wall_updates_per_s": updates / median(wall for _, wall in seconds),
-        "updates": updates,
-        "kinds": recording.kinds,
-        "calls": recording.calls,
-        "decisions": {str(reason): dict(places) for reason, places in simulation.controller.keeping.counts.items()},
-        "profile": _top(profile),
-    }
-
-
-def _submissions(mix: Mix) -> list[Submission]:
-    draw = random.Random(0)
-
-    def length() -> int:
-        longest = RATES.max_context - mix.prompt_tokens - 1
-        return min(longest, 1 + round(draw.expovariate(1 / mix.mean_tokens)))
-
-    return [
-        forced_group(
-            f"g{index}",
-            [draw.randrange(1 << 20) for _ in range(mix.prompt_tokens)],
-            [length() for _ in range(mix.samples)],
-        )
-        for index in range(mix.groups)
-    ]
-
-
-def _drive(simulation: Simulation, mix: Mix, submissions: list[Submission]) -> Driver:
-    """Collect all of it; each call begins with what the one before it left, and the last waits for what there is."""
-    simulation.submit(submissions)
-    done = 0
-    while done < mix.groups:
-        wanted = min(mix.collect, mix.groups - done)
-        done += len((yield from simulation.collect(wanted, over_sample=1 / 3)))
-
-
-def _top(profile: cProfile.Profile) -> list[dict[str, Any]]:
-    """Functions in which most time was spent."""
-    stats: Any = pstats.Stats(profile)
-    rows = sorted(stats.stats.items(), key=lambda item: -item[1][2])[:TOP]
-    return [
-        {"function": f"{os.path.basename(file)}:{line} {name}", "calls": calls, "own_s": round(own, 4)}
-        for (file, line, name), (_, calls, own, _, _) in rows
-    ]
 
 
 if __name__ == "__main__":

@@ -11,8 +11,14 @@ from typing import Annotated
 import numpy as np
 from pydantic import Field
 
+from rollout.errors import RolloutError
+
 Repeats = Annotated[int, Field(ge=5)]
 """Of a measurement; a median of fewer says little."""
+
+
+class MeasurementError(RolloutError):
+    """What was measured did not do what it was to be measured at, or did not tell of it."""
 
 
 def timed(work: Callable[[], object]) -> float:

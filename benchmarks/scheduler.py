@@ -32,12 +32,12 @@ import torch
 from pydantic import Field, PositiveInt
 
 from benchmarks.checkout import SMOLLM2, require_model
-from benchmarks.measure import in_ms, percentile
+from benchmarks.endless import EVERYTHING, NoImages, endless
+from benchmarks.measure import in_ms, medians, percentile
 from benchmarks.peer import Peer
 from benchmarks.peers.protocol import Prepared, serve
 from benchmarks.standin import StandIn
 from rollout.config import EngineConfig, HostConfig, Memory, ModelConfig, Section
-from rollout.control.commands import Assignment, LoopWatch, Watch
 from rollout.engine import runner
 from rollout.engine.assembly import assemble
 from rollout.engine.engine import Engine
@@ -45,7 +45,7 @@ from rollout.engine.kernels import choose_kernel
 from rollout.engine.scheduler import Scheduler
 from rollout.model.spec import read_spec
 from rollout.native.library import Kernels
-from rollout.types import Columns, SamplingParams, TrajectoryId, Version
+from rollout.types import Version
 
 PARTS: dict[str, tuple[tuple[Any, str], ...]] = {
     "plan": ((Scheduler, "plan"),),
@@ -53,13 +53,12 @@ PARTS: dict[str, tuple[tuple[Any, str], ...]] = {
     "commit": ((Engine, "_commit"),),
     "copies": ((Engine, "_complete_copies"), (Engine, "_launch"), (Engine, "_start_copies")),
 }
-"""Calls that are timed, beside those of the `model`; whoever renames one of them renames it here."""
+"""Calls that are timed, beside those of the `model`; whoever renames one of them renames it here.
+
+`commit` has what it takes to watch the sequences (`endless`).
+"""
 
 NATIVE: tuple[tuple[Any, str], ...] = ((Kernels, "forward"), (Kernels, "logits"), (Kernels, "sample"))
-EVERYTHING = Watch(
-    slice_tokens=1 << 12, most_tokens=1 << 12, turns=True, loop=LoopWatch(ngram=64, times=8, min_tokens=64)
-)
-"""What a worker can be told to look for, and never sees here; it is part of `commit`."""
 TIMEOUT_S = 3600.0
 PAGE_TOKENS = 16
 OWN_TOKENS = 20
@@ -180,12 +179,12 @@ def _measure(settings: Settings) -> tuple[dict[str, Any], dict[str, float]]:
         for size in settings.sizes:
             if size <= settings.real_sequences:
                 steps = _steps(settings, settings.model, [settings.prompt_tokens + i % 16 for i in range(size)], 1)
-                of = {name: median(step[name] for step in steps) for name in ("overhead", "step")}
+                of = medians(steps)
                 ratios[f"overhead_b{size}"] = of["overhead"] / of["step"]
             else:
                 varied = [settings.context_tokens - 8 + i % 16 for i in range(size)]
                 steps = _steps(settings, stand_in, varied, settings.samples)
-            results[f"b{size}"] = in_ms({name: median(step[name] for step in steps) for name in steps[0]})
+            results[f"b{size}"] = in_ms(medians(steps))
             results[f"b{size}"]["step_p99_ms"] = 1e3 * percentile([step["step"] for step in steps], 99)
         largest = max(settings.sizes)
         results[f"plan_{largest}_p99_ms"] = 1e3 * percentile([step["plan"] for step in steps], 99)
@@ -204,7 +203,7 @@ def _steps(settings: Settings, model: Path, contexts: list[int], samples: int) -
         if index % samples == 0:
             shared = draw.choices(range(256), k=max(contexts))
         own = draw.choices(range(256), k=OWN_TOKENS)
-        engine.submit(_assignment(index, tuple(shared[: tokens - OWN_TOKENS] + own)))
+        engine.submit(endless(index, tuple(shared[: tokens - OWN_TOKENS] + own), EVERYTHING))
     while engine.stats.sampled_tokens < len(contexts):
         engine.step()
     parts = Parts()
@@ -214,22 +213,6 @@ def _steps(settings: Settings, model: Path, contexts: list[int], samples: int) -
     assert not engine.stats.preemptions, engine.stats
     engine.close()
     return steps[settings.warm_steps :]
-
-
-def _assignment(index: int, prompt: tuple[int, ...]) -> Assignment:
-    """One that does not end."""
-    return Assignment(
-        trajectory_id=TrajectoryId(f"{index}/0"),
-        epoch=1,
-        prompt_ids=prompt,
-        output=Columns(),
-        sampling=SamplingParams(max_new_tokens=1 << 12, ignore_eos=True),
-        seed=index,
-        watch=EVERYTHING,
-        max_context=1 << 12,
-        image=None,
-        kv_tokens=0,
-    )
 
 
 def _engine(settings: Settings, model: Path, contexts: list[int]) -> Engine:
@@ -251,20 +234,13 @@ def _engine(settings: Settings, model: Path, contexts: list[int]) -> Engine:
         config,
         HostConfig(),
         spec,
-        reader=_NoImages(),
+        reader=NoImages(),
         restore_timeout_s=1.0,
         wake=lambda: None,
         weights_id="weights",
         version=Version(0),
         memory=Memory(kind="memory"),
     ).engine
-
-
-class _NoImages:
-    """Of an engine that restores nothing."""
-
-    def open(self, runs: Any, deadline: float) -> Any:
-        raise AssertionError("nothing is restored here")
 
 
 def _native(engine: Engine) -> bool:

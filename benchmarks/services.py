@@ -20,6 +20,8 @@ from rollout.errors import DeadlineError
 
 SETTLE_S = 60.0
 POLL_S = 0.02
+ROUNDING_BYTES = 1 << 20
+"""For whatever is rounded down on the way."""
 
 
 @contextlib.contextmanager
@@ -61,8 +63,11 @@ def _named(config: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _store_bytes(config: Config) -> int:
+    """The least object store in which `placement.check_store` lets it start on a node that it has for itself.
+
+    That is its inverse: who changes one changes the other.
+    """
     pool = config.pool
     warmed = config.cluster.workers * int(pool.warm_bytes)
-    return int((int(pool.budget_bytes) + warmed + int(pool.reserve_bytes) + STORE_SLACK_BYTES) / STORE_SHARE) + (
-        1 << 20
-    )
+    used = int(pool.budget_bytes) + int(pool.reserve_bytes) + warmed + STORE_SLACK_BYTES
+    return int(used / STORE_SHARE) + ROUNDING_BYTES
