@@ -20,7 +20,7 @@ class Handout(NamedTuple):
 
 @dataclass(slots=True)
 class Handouts:
-    """Of one client."""
+    """Calls of one client that groups are handed out to."""
 
     _arrived: set[str] = field(default_factory=set)
     _abandoned: set[str] = field(default_factory=set)

@@ -19,7 +19,7 @@ KEY = re.compile(r"(?!.*/\d+$)[^\x00-\x1f\x7f]+")
 
 
 class Intake:
-    """Of one client; it names what has no key."""
+    """Makes submissions of one client's requests; names what has no key."""
 
     def __init__(self, description: ServiceDescription, tokenizer: Tokenizer, *, key_prefix: str) -> None:
         self._config = description.config

@@ -19,8 +19,8 @@ from rollout.types import (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoopWatch:
-    """When output counts as a loop: its end is one piece of up to `ngram` tokens, `times` times in a row or more,
+class RepetitionWatch:
+    """When output repeats itself: its end is one piece of up to `ngram` tokens, `times` times in a row or more,
     `min_tokens` long altogether or more."""
 
     ngram: int
@@ -33,12 +33,14 @@ class Watch:
     """What a worker looks for after every step of a sequence, since it has all the facts: then it parks it."""
 
     slice_tokens: int | None = None
-    """Sampled in this assignment; 0: it is parked as soon as it has its KV."""
+    """Sampled in this assignment."""
     most_tokens: int | None = None
-    """Output tokens of the trajectory."""
-    loop: LoopWatch | None = None
+    """Sampled tokens of the trajectory."""
+    repetition: RepetitionWatch | None = None
     turns: bool = False
     """A stop ends a turn: the sequence is parked, not finished."""
+    only_loads: bool = False
+    """Nothing is sampled: it is parked as soon as it has its KV."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +51,7 @@ class Assignment:
     epoch: int
     prompt_ids: tuple[int, ...]
     output: Columns
-    """What was sampled before."""
+    """Everything after the prompt: sampled before, or appended by `extend`."""
     sampling: SamplingParams
     seed: int
     watch: Watch

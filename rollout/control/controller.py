@@ -308,7 +308,7 @@ class Controller:
         commands: list[Command] = []
         while (stranded := self._fleet.take_stranded()) or self._roster.ended:
             for record in stranded:
-                commands += self._suspensions.leave(record, now)
+                commands += self._suspensions.leave_home_for_pool(record, now)
             commands += self._stops.after_ends(now)
             commands += self._roster.dispatch(now)
         return commands

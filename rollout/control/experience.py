@@ -26,7 +26,7 @@ class _Fate:
 
 
 class Experience:
-    """Moving averages."""
+    """Moving averages: how likely what was stopped goes on, after how long, and how often weights change."""
 
     def __init__(self) -> None:
         self._fates: dict[Hashable, _Fate] = {}

@@ -5,6 +5,9 @@ from enum import StrEnum
 
 from rollout.types import AbortReason, Keep, Then, WorkerId
 
+WORKER_TIERS = (Keep.DEVICE, Keep.HOST)
+"""Places of a worker in which KV may be kept."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Intent:

@@ -23,7 +23,7 @@ UNKNOWN = WorkerFacts(free_tokens=0, total_tokens=0, host_free_tokens=0, host_to
 
 
 class Keeping:
-    """Decisions and experience."""
+    """Decides where KV goes, by what is told or by the cost model, and counts what it decided."""
 
     def __init__(self) -> None:
         self.experience = Experience()

@@ -1,7 +1,7 @@
 """What stops trajectories, by the configuration: who is to be stopped now, why, and what becomes of it.
 
-Where the facts are a worker's own (slices, absolute length, loops, short memory) it looks itself, after every step: the
-`Watch` of an assignment says for what. Everything else is looked at here, after the event that may make it true.
+Where the facts are a worker's own (slices, absolute length, repetition, short memory) it looks itself after every step,
+for what the `Watch` of an assignment says.
 Decides only; changes nothing but what it remembers: deadlines, and of a batch that its tail was stopped.
 """
 
@@ -21,7 +21,7 @@ from rollout.config import (
     Stale,
     Tail,
 )
-from rollout.control.commands import LoopWatch, Watch
+from rollout.control.commands import RepetitionWatch, Watch
 from rollout.control.intent import Intent
 from rollout.control.lengths import Lengths
 from rollout.control.records import Record
@@ -74,22 +74,25 @@ class Policies:
 
     def watch(self, record: Record, allowed_tokens: int | None) -> Watch:
         """What a worker is to look for; `allowed_tokens` is what the group's budget lets it sample."""
-        sliced, loop = self._config.policy(SliceBudget), self._config.policy(Repetition)
+        sliced = self._config.policy(SliceBudget)
         slices = [allowed_tokens] if allowed_tokens is not None else []
         if sliced is not None and self._may_stop(record, sliced):
             slices.append(sliced.tokens)
         most_tokens = None
         if self._over_long is not None and AbortReason.OVER_LONG not in record.fired:
             most_tokens = self._over_long.tokens if self._may_stop(record, self._over_long) else None
-        watched = loop is not None and AbortReason.REPETITION not in record.fired and self._may_stop(record, loop)
         return Watch(
             slice_tokens=min(slices, default=None),
             most_tokens=most_tokens,
-            loop=LoopWatch(ngram=loop.ngram, times=loop.times, min_tokens=loop.min_tokens)
-            if loop is not None and watched
-            else None,
+            repetition=self._repetition(record),
             turns=record.group.submission.multi_turn,
         )
+
+    def _repetition(self, record: Record) -> RepetitionWatch | None:
+        policy = self._config.policy(Repetition)
+        if policy is None or AbortReason.REPETITION in record.fired or not self._may_stop(record, policy):
+            return None
+        return RepetitionWatch(ngram=policy.ngram, times=policy.times, min_tokens=policy.min_tokens)
 
     # Looked at here -----------------------------------------------------------------------------------
 

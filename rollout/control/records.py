@@ -108,7 +108,7 @@ class Record:
     """Positions that had KV on some worker, as far as known."""
     intent: Intent | None = None
     """Of an abort or slice that is under way."""
-    attempted: Intent | None = None
+    moved_for: Intent | None = None
     """The last one for which KV was sent somewhere: it is tried once."""
     transfer: Transfer | None = None
     home: Home | None = None

@@ -125,7 +125,7 @@ class Roster:
         self.groups.begin(record.group)
         worker.ran(record.group_id)
         commands += record.pooled.expect(record.turn)
-        watch = Watch(slice_tokens=0) if record.promoting else self._watch(record)
+        watch = Watch(only_loads=True) if record.promoting else self._watch(record)
         commands.append(
             Start(worker=worker.worker_id, assignment=record.assignment(watch=watch, max_context=self.max_context))
         )

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 from rollout.control.collection import Collection
 from rollout.control.commands import Command, Stop
-from rollout.control.intent import Intent
+from rollout.control.intent import WORKER_TIERS, Intent
 from rollout.control.records import Record
 from rollout.control.roster import Roster
-from rollout.control.suspension import ON_WORKER, Suspensions
+from rollout.control.suspension import Suspensions
 from rollout.types import AbortReason, Phase, Priority, Then
 
 
@@ -34,7 +34,7 @@ class Stops:
             return self._suspensions.change(record, intent, now)
         stopping, record.intent = record.intent is not None, intent
         if record.promoting:
-            stopping = intent.keeps and intent.keep in ON_WORKER  # it parks once it has its KV
+            stopping = intent.keeps and intent.keep in WORKER_TIERS  # it parks once it has its KV
         if stopping:
             return []
         return [Stop(worker=record.workers[-1], trajectory_id=record.trajectory_id, epoch=record.epoch)]

@@ -11,15 +11,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rollout.control.commands import Command, Export, KeepThere, Recall, Release
-from rollout.control.intent import Home, Intent, Transfer
+from rollout.control.intent import WORKER_TIERS, Home, Intent, Transfer
 from rollout.control.messages import Displaced, Exported, ExportFailed, Moved, Parked, Recalled
 from rollout.control.pooled import Pooled
 from rollout.control.records import Record
 from rollout.control.roster import Roster
 from rollout.control.routing import move_s, recompute_s
 from rollout.types import AbortReason, FinishReason, Keep, Phase, Then, TrajectoryId, WorkerId
-
-ON_WORKER = (Keep.DEVICE, Keep.HOST)
 
 
 class Suspensions:
@@ -89,8 +87,8 @@ class Suspensions:
         commands: list[Command] = []
         if intent.keep is Keep.NONE:
             commands = [*self._roster.leave_home(record), *record.pooled.replace(None)]
-        elif intent.then is Then.HOLD and intent is not record.attempted:
-            record.attempted = intent
+        elif intent.then is Then.HOLD and intent is not record.moved_for:
+            record.moved_for = intent
             moves = self._move(record, intent.keep, now)
             if moves is not None:
                 return moves
@@ -117,7 +115,7 @@ class Suspensions:
         record.begin_again(reason=reason)
         return [*self._roster.leave_home(record), *record.pooled.replace(None)]
 
-    def leave(self, record: Record, now: float) -> list[Command]:
+    def leave_home_for_pool(self, record: Record, now: float) -> list[Command]:
         """A trajectory, just taken out of the queue, is to start elsewhere than where its KV is: that goes to the pool
         first, or is given up where computing it again is cheaper, or the pool did not take it."""
         home = record.home
@@ -197,11 +195,11 @@ class Suspensions:
         """KV that is pinned on a worker, where it was kept if `back` says so, goes where the intent says."""
         intent, pooled_tokens = record.intent, record.pooled.kv_tokens
         assert intent is not None
-        more = event.kv_tokens > pooled_tokens or (intent.keep in ON_WORKER and event.kv_tokens == pooled_tokens > 0)
+        more = event.kv_tokens > pooled_tokens or (intent.keep in WORKER_TIERS and event.kv_tokens == pooled_tokens > 0)
         if not more or not intent.keeps:
             release = Release(worker=worker, trajectory_id=event.trajectory_id, epoch=event.epoch)
             return [release, *self.settle(record, now)]
-        if intent.keep in ON_WORKER:
+        if intent.keep in WORKER_TIERS:
             return self._keep_there(record, worker, event.epoch, intent.keep)
         node = self._roster.fleet.node_of(worker)
         record.pooled.export_to(node, record.turn)
@@ -225,7 +223,7 @@ class Suspensions:
     def _keep_there(
         self, record: Record, worker: WorkerId, epoch: int, where: Keep, *, back: Keep | None = None
     ) -> list[Command]:
-        record.attempted = record.intent
+        record.moved_for = record.intent
         record.transfer = Transfer(kind=Transfer.Kind.KEEP, worker=worker, epoch=epoch, back=back)
         return [
             KeepThere(worker=worker, trajectory_id=record.trajectory_id, epoch=epoch, where=where),
@@ -240,7 +238,7 @@ class Suspensions:
             record.transfer = Transfer(kind=Transfer.Kind.RECALL, worker=home.worker, epoch=home.epoch)
             recall = Recall(worker=home.worker, trajectory_id=record.trajectory_id, epoch=home.epoch)
             return [recall, *record.pooled.expect(record.turn)]
-        if home is not None or keep not in ON_WORKER or record.pooled.image is None:
+        if home is not None or keep not in WORKER_TIERS or record.pooled.image is None:
             return None
         if record.budget_spent or self._roster.fleet.hopeless is not None:
             return None
@@ -287,7 +285,7 @@ class Suspensions:
         commands = record.pooled.replace(None) if export.displaced else []
         if export.back is None or not intent.keeps:
             return [*self._release(record), *commands, *self.settle(record, now)]
-        if intent.keep in ON_WORKER:
+        if intent.keep in WORKER_TIERS:
             return commands + self._keep_there(record, export.worker, export.epoch, intent.keep)
         return commands + self._keep_there(record, export.worker, export.epoch, export.back, back=export.back)
 

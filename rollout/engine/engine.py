@@ -21,11 +21,11 @@ from rollout.control.messages import (
     WorkerFacts,
 )
 from rollout.engine.images import Images
-from rollout.engine.intake import Intake
 from rollout.engine.interface import Draw, ImageRestorer, ModelRunner, PageCopier
 from rollout.engine.rates import Rates
 from rollout.engine.scheduler import Admission, Plan, Scheduler
 from rollout.engine.sequence import Sequence, Status
+from rollout.engine.sequence_factory import SequenceFactory
 from rollout.errors import DeadlineError, KVError, SegmentError
 from rollout.kv.cache import KVCache
 from rollout.kv.fence import Fence
@@ -68,7 +68,7 @@ class Engine:
         self._copier = copier
         self._restorer = restorer
         self._rates = rates
-        self._intake = Intake(
+        self._factory = SequenceFactory(
             root=root,
             page_tokens=cache.page_tokens,
             vocab_size=vocab_size,
@@ -101,7 +101,7 @@ class Engine:
 
         Raises `PromptTooLongError` or `InvalidPromptError`; nothing is queued then.
         """
-        sequence = self._intake.take(assignment)
+        sequence = self._factory.make(assignment)
         assert sequence.key not in self._sequences, f"{sequence.key} submitted twice"
         self._sequences[sequence.key] = sequence
         self._scheduler.add(sequence)

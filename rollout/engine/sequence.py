@@ -11,7 +11,7 @@ from array import array
 from enum import StrEnum
 
 from rollout.control.commands import Assignment
-from rollout.engine.loops import LoopFinder
+from rollout.engine.repetition import RepetitionFinder
 from rollout.kv.chain import Chain, ChainValues
 from rollout.kv.holding import Holding
 from rollout.kv.keys import PageNames
@@ -37,13 +37,13 @@ class Sequence:
         "kv_seen",
         "loadable",
         "look_total",
-        "loops",
         "max_total",
         "min_total",
         "most_total",
         "names",
         "only_loads",
         "prompt_tokens",
+        "repetition",
         "replays",
         "restoring",
         "sampled_from",
@@ -81,16 +81,16 @@ class Sequence:
             frozenset() if sampling.ignore_eos else frozenset(eos_ids)
         )
         watch = assignment.watch
-        self.only_loads = watch.slice_tokens == 0
+        self.only_loads = watch.only_loads
         """It is to be parked as soon as it has its KV."""
         self.turns = watch.turns
-        self.slice_total = len(self.tokens) + watch.slice_tokens if watch.slice_tokens else sys.maxsize
+        self.slice_total = sys.maxsize if watch.slice_tokens is None else len(self.tokens) + watch.slice_tokens
         """Tokens with which its slice is over."""
         self.most_total = sys.maxsize if watch.most_tokens is None else unsampled + watch.most_tokens
         """Tokens with which it is over-long."""
         self.sampled_from = self.prompt_tokens + _after_last_appended(assignment.output)
-        """Where the tokens begin that were sampled in one go; loops are looked for from here."""
-        self.loops = LoopFinder(watch.loop) if watch.loop is not None else None
+        """Where the tokens begin that were sampled in one go; repetition is looked for from here."""
+        self.repetition = RepetitionFinder(watch.repetition) if watch.repetition is not None else None
         self.look_total = self._next_look()
         """Tokens with which there is something to look at, so that other tokens cost one comparison."""
         self.image = assignment.image
@@ -193,8 +193,8 @@ class Sequence:
         total = len(self.tokens)
         if total >= self.most_total:
             return AbortReason.OVER_LONG
-        due = self.loops is not None and (total - self.sampled_from) % self.loops.every == 0
-        if due and self.loops is not None and self.loops.piece(self.tokens, self.sampled_from) is not None:
+        due = self.repetition is not None and (total - self.sampled_from) % self.repetition.every == 0
+        if due and self.repetition is not None and self.repetition.piece(self.tokens, self.sampled_from) is not None:
             return AbortReason.REPETITION
         if total >= self.slice_total:
             return AbortReason.SLICE_BUDGET
@@ -202,12 +202,12 @@ class Sequence:
         return None
 
     def _next_look(self) -> int:
-        """Loops are looked for at fixed tokens, so that it does not depend on the slices when one is found."""
+        """Repetition is looked for at fixed tokens, so that it does not depend on the slices when one is found."""
         total = min(self.slice_total, self.most_total)
-        if self.loops is None:
+        if self.repetition is None:
             return total
         past = len(self.tokens) - self.sampled_from
-        return min(total, self.sampled_from + (past // self.loops.every + 1) * self.loops.every)
+        return min(total, self.sampled_from + (past // self.repetition.every + 1) * self.repetition.every)
 
 
 def _after_last_appended(output: Columns) -> int:

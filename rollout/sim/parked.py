@@ -18,7 +18,7 @@ class _Open:
 
 
 class ParkedSequences:
-    """Of one worker."""
+    """What one worker has parked, and the exports that read it."""
 
     def __init__(self, then: Callable[[Callable[[], None]], None]) -> None:
         """`then` is given what is to be done, at the next step boundary, once nobody reads."""

@@ -156,7 +156,7 @@ class Stage:
         told: list[Command] = [command for command in commands if not isinstance(command, Expect)]
         self.commands += told
         for each in told:
-            only_moves = isinstance(each, Start) and each.assignment.watch.slice_tokens == 0
+            only_moves = isinstance(each, Start) and each.assignment.watch.only_loads
             if only_moves or isinstance(each, Stop | Export | KeepThere | Recall):
                 self.unanswered.append(each)
         return told

@@ -66,7 +66,7 @@ def test_a_turn_that_ends_as_it_is_requeued_waits_all_the_same(reason: AbortReas
 
 def test_who_waits_for_an_extend_waits_on_when_its_kv_was_brought_to_a_worker() -> None:
     scene = at_turns_end()
-    assert only_start(scene.abort(keep=Keep.HOST)).assignment.watch.slice_tokens == 0
+    assert only_start(scene.abort(keep=Keep.HOST)).assignment.watch.only_loads
     commands = scene.report(W1, admitted(epoch=2, restored=7), parked(epoch=2, kv=7))
     assert [command.where for command in commands if isinstance(command, KeepThere)] == [Keep.HOST]
     scene.report(W1, moved(epoch=2, where=Keep.HOST))

@@ -200,7 +200,7 @@ def test_what_stopped_with_less_than_its_image_does_not_cost_the_image(where: Ke
     assert (start.image, start.watch.slice_tokens, start.epoch) == (image(7, "a", "b"), 5, 3)
     scene.abort(keep=where)
     promotion = only_start(scene.report(W1, parked(epoch=3, kv=kv))).assignment
-    assert (promotion.image, promotion.watch.slice_tokens, promotion.epoch) == (image(7, "a", "b"), 0, 4)
+    assert (promotion.image, promotion.watch.only_loads, promotion.epoch) == (image(7, "a", "b"), True, 4)
     scene.report(W1, parked(epoch=4, kv=kv))
     assert scene.phase() is Phase.SUSPENDED, "one try"
     assert scene.record().pooled.image == image(7, "a", "b")

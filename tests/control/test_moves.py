@@ -76,7 +76,7 @@ def promoting(keep: Keep = Keep.HOST, **options: object) -> Scene:
     """A scene in which `T` is held with an image in a and b, and was started on w1 as epoch 2 for that alone."""
     scene = suspended(worker_count=1, **options)
     start = only_start(scene.abort(keep=keep))
-    assert (start.worker, start.assignment.epoch, start.assignment.watch.slice_tokens) == (W1, 2, 0)
+    assert (start.worker, start.assignment.epoch, start.assignment.watch.only_loads) == (W1, 2, True)
     return scene
 
 
@@ -178,7 +178,7 @@ def test_a_pooled_image_is_brought_to_a_worker_and_kept_there(where: Keep) -> No
     scene = suspended(worker_count=1)
     ticket, commands = scene.open_abort(keep=where)
     start = only_start(commands).assignment
-    assert (start.image, start.watch.slice_tokens, start.epoch) == (image(7, "a", "b"), 0, 2)
+    assert (start.image, start.watch.only_loads, start.epoch) == (image(7, "a", "b"), True, 2)
     assert (scene.phase(), ticket.done) == (Phase.RESTORING, False)
     assert scene.report(W1, admitted(epoch=2, restored=7)) == []
     assert scene.report(W1, parked(epoch=2, kv=7)) == [keep_there(where, epoch=2)]
@@ -220,7 +220,7 @@ def test_what_is_queued_with_its_image_in_the_pool_is_brought_to_a_worker_and_he
     assert (commands, ticket.done) == ([], False)
     (start,) = scene.report(W1, finished(scene.trajectories[1]))
     assert isinstance(start, Start)
-    assert start.assignment.watch.slice_tokens == 0
+    assert start.assignment.watch.only_loads
     scene.report(W1, parked(epoch=2, kv=7), moved(epoch=2, where=where))
     assert ticket.done
     assert scene.phase() is Phase.SUSPENDED
@@ -231,7 +231,7 @@ def test_a_promotion_waits_its_turn_and_its_group_is_held_meanwhile() -> None:
     assert scene.controller.coming_groups == 1, "the other one"
     (start,) = scene.report(W1, finished(scene.trajectories[1]))
     assert isinstance(start, Start)
-    assert start.assignment.watch.slice_tokens == 0
+    assert start.assignment.watch.only_loads
     assert scene.controller.coming_groups == 1
     scene.report(W1, parked(epoch=2, kv=7), moved(epoch=2, where=Keep.HOST))
     assert held(scene)
@@ -307,7 +307,7 @@ def test_a_resume_while_its_promotion_waits_makes_it_an_ordinary_start() -> None
     assert scene.controller.coming_groups == 2
     (start,) = scene.report(W1, finished(scene.trajectories[1]))
     assert isinstance(start, Start)
-    assert (start.assignment.watch.slice_tokens, start.assignment.image) == (None, image(7, "a", "b"))
+    assert (start.assignment.watch.only_loads, start.assignment.image) == (False, image(7, "a", "b"))
     assert scene.controller.counters.resumes == 1
 
 
@@ -358,7 +358,7 @@ def test_an_abort_during_an_export_that_wants_it_on_a_worker_has_it_brought_back
     assert scene.abort(keep=where) == []
     commands = scene.handle(exported(image(7, "a")))
     assert commands[:2] == [release(), retain("a")]
-    assert only_start(commands).assignment.watch.slice_tokens == 0
+    assert only_start(commands).assignment.watch.only_loads
 
 
 @ON_WORKER
@@ -389,7 +389,7 @@ def test_a_promotion_that_was_stopped_and_is_wanted_after_all_is_tried_again() -
     scene.abort(keep=Keep.DEVICE)
     commands = scene.report(W1, parked(epoch=2, kv=0))
     assert commands[0] == release(epoch=2)
-    assert only_start(commands).assignment.watch.slice_tokens == 0
+    assert only_start(commands).assignment.watch.only_loads
 
 
 @pytest.mark.parametrize("keep", [Keep.POOL, Keep.NONE])
@@ -591,7 +591,7 @@ def test_a_running_one_whose_worker_is_lost_before_it_parks_is_brought_to_anothe
     scene.up(W2)
     scene.abort(keep=Keep.HOST)
     start = only_start(scene.down(W1))
-    assert (start.worker, start.assignment.watch.slice_tokens, start.assignment.image) == (W2, 0, image(7, "a", "b"))
+    assert (start.worker, start.assignment.watch.only_loads, start.assignment.image) == (W2, True, image(7, "a", "b"))
     assert scene.report(W2, parked(epoch=3, kv=7)) == [keep_there(Keep.HOST, W2, epoch=3)]
 
 

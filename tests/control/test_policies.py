@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout.config import AbortConfig, Memory, SliceBudget
-from rollout.control.commands import Command, Export, KeepThere, LoopWatch, Release, Stop, Watch
+from rollout.control.commands import Command, Export, KeepThere, Release, RepetitionWatch, Stop, Watch
 from rollout.types import AbortReason, FinishReason, Phase, Then, TrajectoryId
 from tests.control.stage import W1, W2, Stage, member, start_of, started, stopped, submission
 
@@ -81,7 +81,7 @@ def by_memory(policy: Policy) -> Stage:
 
 def by_loop(policy: Policy) -> Stage:
     stage = decoding(policy)
-    assert watch_of(stage).loop is not None
+    assert watch_of(stage).repetition is not None
     return stage
 
 
@@ -185,11 +185,11 @@ def test_what_workers_are_to_look_for_is_all_in_one_watch() -> None:
         {"kind": "memory"},
         {"kind": "deadline", "seconds": 5.0},
     )
-    loop = LoopWatch(ngram=8, times=3, min_tokens=12)
-    assert watch_of(stage) == Watch(slice_tokens=7, most_tokens=50, loop=loop)
+    loop = RepetitionWatch(ngram=8, times=3, min_tokens=12)
+    assert watch_of(stage) == Watch(slice_tokens=7, most_tokens=50, repetition=loop)
 
 
-@pytest.mark.parametrize(("kind", "field"), [("over_long", "most_tokens"), ("repetition", "loop")])
+@pytest.mark.parametrize(("kind", "field"), [("over_long", "most_tokens"), ("repetition", "repetition")])
 def test_what_a_worker_saw_once_it_looks_for_no_more(kind: str, field: str) -> None:
     """Otherwise it would be stopped after every step."""
     stage = BEGIN[kind]({"kind": kind, "then": "requeue"})
@@ -587,7 +587,7 @@ def test_policies_leave_alone_what_was_resumed_often_enough(then: str) -> None:
 def test_what_would_end_it_still_may() -> None:
     stage = decoding({"kind": "repetition"}, {"kind": "deadline", "seconds": 5.0}, resume={"max_resumes": 1})
     resumed(stage, 3)
-    assert watch_of(stage).loop is not None
+    assert watch_of(stage).repetition is not None
     assert stopped(stage.wait(5.0)) == [A]
 
 

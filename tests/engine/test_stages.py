@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rollout.control.commands import LoopWatch, Watch
+from rollout.control.commands import RepetitionWatch, Watch
 from rollout.control.messages import Admitted, Finished, Freed, Moved, Parked, Recalled, Sampled
 from rollout.engine.sequence import Sequence
 from rollout.types import Columns, Image, Keep, NodeId, SegmentId, SegmentRun, TrajectoryId, Version
@@ -171,7 +171,7 @@ def test_a_restore_that_ends_while_paused_is_told_and_a_promotion_parked() -> No
     scripted = Scripted()
     scripted.restorer.held = True
     scripted.submit("runs", PROMPT, output=known(9), image=image(len(PROMPT) + 8))
-    scripted.submit("parks", PROMPT[:-4], output=known(9), image=image(len(PROMPT) + 4), watch=Watch(slice_tokens=0))
+    scripted.submit("parks", PROMPT[:-4], output=known(9), image=image(len(PROMPT) + 4), watch=Watch(only_loads=True))
     scripted.step()
     scripted.engine.pause()
     scripted.restorer.held = False
@@ -251,6 +251,6 @@ def test_watching_costs_a_token_one_comparison_and_a_look_now_and_then() -> None
         scripted.steps(100)
         return calls(lambda: scripted.steps(160)).total()
 
-    loop = LoopWatch(ngram=64, times=8, min_tokens=64)
-    everything = stepping(Watch(slice_tokens=900, most_tokens=900, turns=True, loop=loop)) - stepping(Watch())
+    loop = RepetitionWatch(ngram=64, times=8, min_tokens=64)
+    everything = stepping(Watch(slice_tokens=900, most_tokens=900, turns=True, repetition=loop)) - stepping(Watch())
     assert 0 < everything <= 160 / 8 * 25

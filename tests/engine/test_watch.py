@@ -2,13 +2,13 @@
 
 import pytest
 
-from rollout.control.commands import LoopWatch, Watch
+from rollout.control.commands import RepetitionWatch, Watch
 from rollout.control.messages import Finished, Parked, Sampled
 from rollout.errors import InvalidPromptError
 from rollout.types import AbortReason, Columns, FinishReason, TrajectoryId, Version
 from tests.engine.scripted import EOS_ID, VOCAB_SIZE, Say, Scripted
 
-LOOP = LoopWatch(ngram=4, times=3, min_tokens=12)
+LOOP = RepetitionWatch(ngram=4, times=3, min_tokens=12)
 """The output is looked at after every 8 tokens."""
 
 
@@ -92,7 +92,7 @@ def test_a_loop_is_found_at_the_next_look(
 ) -> None:
     """From token 10 on the same three: with 22 tokens it is a loop, at 24 it is looked for."""
     scripted = Scripted(lambda _, index: index if index < 10 else 100 + index % 3)
-    scripted.submit("a", watch=Watch(slice_tokens=slice_tokens, most_tokens=most_tokens, loop=LOOP))
+    scripted.submit("a", watch=Watch(slice_tokens=slice_tokens, most_tokens=most_tokens, repetition=LOOP))
     scripted.run()
     assert reason_of(scripted) == expected
 
@@ -104,7 +104,7 @@ def test_where_a_loop_is_found_does_not_depend_on_where_the_slice_began(before: 
 
     scripted = Scripted(say)
     output = Columns([say(TrajectoryId("a"), i) for i in range(before)], [0.0] * before, [Version(0)] * before)
-    scripted.submit("a", watch=Watch(loop=LOOP), output=output)
+    scripted.submit("a", watch=Watch(repetition=LOOP), output=output)
     scripted.run()
     assert reason_of(scripted) == (AbortReason.REPETITION, 24 - before)
 
@@ -113,14 +113,14 @@ def test_what_was_appended_is_no_loop_and_ends_one() -> None:
     scripted = Scripted(lambda _, index: 7)
     output = sampled(3)
     output.extend(Columns.given([7] * 40))
-    scripted.submit("a", watch=Watch(loop=LOOP), output=output)
+    scripted.submit("a", watch=Watch(repetition=LOOP), output=output)
     scripted.run()
     assert reason_of(scripted) == (AbortReason.REPETITION, 16)
 
 
 def test_nothing_to_sample_parks_without_a_reason_as_soon_as_the_kv_is_there() -> None:
     scripted = Scripted()
-    scripted.submit("a", watch=Watch(slice_tokens=0, most_tokens=1, turns=True), output=sampled(4))
+    scripted.submit("a", watch=Watch(only_loads=True, most_tokens=1, turns=True), output=sampled(4))
     scripted.run()
     assert scripted.parked("a").reason is None
     assert scripted.of(Sampled) == []

@@ -24,7 +24,7 @@ def update(service: LocalService, path: Path, weights_id: str) -> None:
     for worker in service.workers.values():
         decoder = worker.engine._runner._decoder
         load_weights(decoder, stream_safetensors(path))
-        worker.engine._intake = replace(worker.engine._intake, weights_id=weights_id)
+        worker.engine._factory = replace(worker.engine._factory, weights_id=weights_id)
 
 
 def roll_out(service: LocalService, key: str) -> Trajectory:

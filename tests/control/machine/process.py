@@ -71,7 +71,7 @@ class Task:
         watch = self.assignment.watch
         if watch.most_tokens is not None and self.sampled_in_all >= watch.most_tokens:
             return AbortReason.OVER_LONG
-        if watch.loop is not None and luck is not None and luck.random() < 0.1:
+        if watch.repetition is not None and luck is not None and luck.random() < 0.1:
             return AbortReason.REPETITION
         if self.sampled == watch.slice_tokens:
             return AbortReason.SLICE_BUDGET
@@ -216,7 +216,7 @@ class FakeWorker:
         elif luck is not None and luck.random() < 0.02:
             del self.tasks[task.key]
             self.outbox.append(Failed(trajectory_id=t, epoch=epoch, error=FAILURE))
-        elif task.assignment.watch.slice_tokens == 0:
+        elif task.assignment.watch.only_loads:
             self._park(task)
         else:
             self._sample(task, luck)

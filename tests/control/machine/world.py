@@ -421,7 +421,7 @@ class World:
             self.used.add(home)
         assert t not in self.books.discarded, "started though it was given up"
         (record,) = self.controller.resolve([t])[0]
-        promoted = start.assignment.watch.slice_tokens == 0
+        promoted = start.assignment.watch.only_loads
         self.promotions += promoted
         if promoted:
             assert t in self.to_hold or self._may_hold(record), "not started to run"

@@ -6,17 +6,17 @@ are; a sequence looks once in `every` tokens, so that a token costs a bounded nu
 
 from array import array
 
-from rollout.control.commands import LoopWatch
+from rollout.control.commands import RepetitionWatch
 
 ANCHOR_TOKENS = 8
 """At the end, that are looked for before."""
 LEAST_EVERY = 8
 
 
-class LoopFinder:
-    """Looks for the loops that a watch describes."""
+class RepetitionFinder:
+    """Looks for what a watch describes."""
 
-    def __init__(self, watch: LoopWatch) -> None:
+    def __init__(self, watch: RepetitionWatch) -> None:
         self._watch = watch
         # A loop of pieces of p tokens and of total length l has its last l - p tokens p tokens before, too.
         shortest = min(self._length(piece) - piece for piece in range(1, watch.ngram + 1))

@@ -9,7 +9,7 @@ from rollout.kv.keys import PageKey, PageNames
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Intake:
+class SequenceFactory:
     """What all sequences of an engine have in common."""
 
     root: PageKey
@@ -20,7 +20,7 @@ class Intake:
     replays: bool
     weights_id: str
 
-    def take(self, assignment: Assignment) -> Sequence:
+    def make(self, assignment: Assignment) -> Sequence:
         """Raises `PromptTooLongError` or `InvalidPromptError`."""
         prompt, output = assignment.prompt_ids, assignment.output
         max_context = min(self.max_context, assignment.max_context)

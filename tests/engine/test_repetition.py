@@ -9,11 +9,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from rollout.control.commands import LoopWatch
-from rollout.engine.loops import LoopFinder
+from rollout.control.commands import RepetitionWatch
+from rollout.engine.repetition import RepetitionFinder
 
 
-def oracle(tokens: Sequence[int], watch: LoopWatch) -> int | None:
+def oracle(tokens: Sequence[int], watch: RepetitionWatch) -> int | None:
     """Shortest piece that the end repeats `times` times, and further back until there are `min_tokens`."""
     for piece in range(1, watch.ngram + 1):
         times = watch.times
@@ -24,7 +24,7 @@ def oracle(tokens: Sequence[int], watch: LoopWatch) -> int | None:
     return None
 
 
-WATCHES = st.builds(LoopWatch, ngram=st.integers(1, 12), times=st.integers(2, 5), min_tokens=st.integers(1, 30))
+WATCHES = st.builds(RepetitionWatch, ngram=st.integers(1, 12), times=st.integers(2, 5), min_tokens=st.integers(1, 30))
 TOKENS = st.lists(st.integers(0, 2), max_size=20)
 
 
@@ -39,21 +39,23 @@ def outputs(draw: st.DrawFn) -> list[int]:
 
 
 @given(outputs(), WATCHES, TOKENS)
-@example([0] * 5, LoopWatch(ngram=1, times=2, min_tokens=5), [])
-@example([0] * 4, LoopWatch(ngram=1, times=2, min_tokens=5), [0] * 9)
-@example([256, 0, 256, 0], LoopWatch(ngram=2, times=2, min_tokens=1), [])
-def test_finds_the_shortest_piece_and_nothing_else(tokens: list[int], watch: LoopWatch, before: list[int]) -> None:
+@example([0] * 5, RepetitionWatch(ngram=1, times=2, min_tokens=5), [])
+@example([0] * 4, RepetitionWatch(ngram=1, times=2, min_tokens=5), [0] * 9)
+@example([256, 0, 256, 0], RepetitionWatch(ngram=2, times=2, min_tokens=1), [])
+def test_finds_the_shortest_piece_and_nothing_else(
+    tokens: list[int], watch: RepetitionWatch, before: list[int]
+) -> None:
     """What is before `first` takes no part."""
-    assert LoopFinder(watch).piece(array("i", [*before, *tokens]), len(before)) == oracle(tokens, watch)
+    assert RepetitionFinder(watch).piece(array("i", [*before, *tokens]), len(before)) == oracle(tokens, watch)
 
 
 @pytest.mark.parametrize("tokens", [[], [1]])
 def test_too_few_tokens_are_no_loop(tokens: list[int]) -> None:
-    assert LoopFinder(LoopWatch(ngram=64, times=8, min_tokens=64)).piece(array("i", tokens), 0) is None
+    assert RepetitionFinder(RepetitionWatch(ngram=64, times=8, min_tokens=64)).piece(array("i", tokens), 0) is None
 
 
 def test_the_defaults_find_a_sentence_said_again_and_again_and_no_text() -> None:
-    finder = LoopFinder(LoopWatch(ngram=64, times=8, min_tokens=64))
+    finder = RepetitionFinder(RepetitionWatch(ngram=64, times=8, min_tokens=64))
     draw = random.Random(1)
     text = array("i", draw.choices(range(300), k=5000))
     assert all(finder.piece(text[:end], 0) is None for end in range(0, 5000, 7))
@@ -87,9 +89,9 @@ class Counting:
 @pytest.mark.parametrize("length", [1000, 100_000])
 def test_what_a_look_costs_does_not_depend_on_the_length_of_the_output(length: int) -> None:
     """On text; `every` looks then cost a bounded number of tokens for each token sampled."""
-    watch = LoopWatch(ngram=64, times=8, min_tokens=64)
+    watch = RepetitionWatch(ngram=64, times=8, min_tokens=64)
     tokens = Counting(array("i", random.Random(2).choices(range(300), k=length)))
-    finder = LoopFinder(watch)
+    finder = RepetitionFinder(watch)
     assert finder.piece(tokens, 0) is None  # type: ignore[arg-type]
     assert tokens.touched <= (watch.ngram + 8)
     assert tokens.touched / finder.every <= 9
