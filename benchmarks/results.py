@@ -1,9 +1,8 @@
 """Makes `RESULTS.md` of the files that `rollout bench NAME --json FILE` wrote: `python -m benchmarks.results FILE …`.
 
-Each benchmark has its machine, date and command, all ratios, and all results; those that are tables, and a plot (PNG)
-of the first kind that there is: `tokens_per_s`, or the durations (`…_ms`) of entries that have the same ones. Of one
-benchmark, several files are several sections if labels tell them apart: `intel=FILE`. Paths of the machine are left out
-of commands.
+Each benchmark has its machine, date and command, all ratios, and all results; what is worth it as tables, and a chart
+(PNG), see `tables`. Of one benchmark, several files are several sections if labels tell them apart: `intel=FILE`. Paths
+of the machine are left out of commands.
 """
 
 import argparse
@@ -12,33 +11,22 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
 
 from benchmarks.checkout import CHECKOUT
+from benchmarks.tables import RATE, WORDS, Chart, Shown, Table, shown
 from rollout.cli.bench import find_benchmarks
 from rollout.errors import ConfigError
 
-RATE = "tokens_per_s"
 LABELLED = re.compile(r"(?P<label>[A-Za-z0-9_-]+)=(?P<file>.+)")
-WORDS = {RATE: "tokens per second", "ms": "milliseconds"}
 TITLE = """# Results
 
 What `rollout bench` measured. `python -m benchmarks.results FILE …` makes this file of the reports that its `--json`
 writes; the docstring of each module says what it measures.
 """
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
-    """Figures of one unit: rows of columns."""
-
-    unit: str
-    columns: tuple[str, ...]
-    rows: Mapping[str, Mapping[str, float]]
 
 
 def read(files: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -64,22 +52,9 @@ def read(files: Sequence[str]) -> dict[str, dict[str, Any]]:
     return reports
 
 
-def find_table(results: Mapping[str, Any]) -> Table | None:
-    """What is worth a plot."""
-    rates = results.get(RATE)
-    if isinstance(rates, Mapping):
-        nested = {name: row for name, row in rates.items() if isinstance(row, Mapping)}
-        return _table(RATE, nested or {"": rates})
-    rows = {name: _durations(row) for name, row in results.items() if isinstance(row, Mapping)}
-    rows = {name: row for name, row in rows.items() if row}
-    if len(rows) > 1 and set.intersection(*map(set, rows.values())):
-        return _table("ms", rows)
-    flat = _durations(results)
-    return _table("ms", {name: {"": value} for name, value in flat.items()}) if len(flat) > 1 else None
-
-
-def plot(name: str, table: Table, file: Path) -> None:
+def plot(name: str, chart: Chart, file: Path) -> None:
     """Bars, a group for each row; durations of different sizes on a logarithmic axis."""
+    table = chart.table
     figure = Figure(figsize=(max(6.0, 1.2 + 0.35 * len(table.rows) * len(table.columns)), 4.0), layout="constrained")
     axes = figure.subplots()
     width = 0.8 / len(table.columns)
@@ -90,13 +65,13 @@ def plot(name: str, table: Table, file: Path) -> None:
         axes.bar_label(bars, fmt="%.3g", fontsize=7, rotation=90 if len(table.columns) > 3 else 0, padding=2)
     axes.set_xticks([place + 0.4 - width / 2 for place in range(len(table.rows))], list(table.rows))
     values = [value for row in table.rows.values() for value in row.values() if value > 0]
-    if table.unit == "ms" and max(values) > 30 * min(values):
+    if chart.unit == "ms" and max(values) > 30 * min(values):
         axes.set_yscale("log")
     axes.margins(y=0.15)
-    axes.set_ylabel(WORDS[table.unit])
+    axes.set_ylabel(WORDS[chart.unit])
     axes.set_title(name)
     if table.columns != ("",):
-        axes.legend(fontsize=8, ncols=2)
+        figure.legend(loc="outside lower center", fontsize=8, ncols=5)
     figure.savefig(file, dpi=120, metadata={"Software": None})
 
 
@@ -106,14 +81,14 @@ def write(reports: Mapping[str, Mapping[str, Any]], out: Path, about: Mapping[st
     plots.mkdir(parents=True, exist_ok=True)
     parts = [TITLE]
     for name, report in reports.items():
-        table = find_table(report["results"])
-        if table is not None:
-            plot(name, table, plots / f"{name}.png")
-        parts.append("\n".join(_section(name, report, table, about.get(report["name"], ""))))
+        what = shown(report["name"], report["results"])
+        if what.chart is not None:
+            plot(name, what.chart, plots / f"{name}.png")
+        parts.append("\n".join(_section(name, report, what, about.get(report["name"], ""))))
     out.write_text("\n".join(parts), encoding="utf-8")
 
 
-def _section(name: str, report: Mapping[str, Any], table: Table | None, about: str) -> Iterator[str]:
+def _section(name: str, report: Mapping[str, Any], what: Shown, about: str) -> Iterator[str]:
     machine = report["machine"]
     packages = ", ".join(f"{package} {version}" for package, version in machine["packages"].items())
     yield f"## {name}\n\n{about}\n"
@@ -123,26 +98,22 @@ def _section(name: str, report: Mapping[str, Any], table: Table | None, about: s
         f"{machine['memory_bytes'] / 2**30:.1f} GiB, load {machine['load']} before"
     )
     yield f"- {machine['os']}, Python {machine['python']}, {packages}\n"
-    yield from _rows(("ratio", ""), ([f"`{ratio}`", _figure(value)] for ratio, value in report["ratios"].items()))
-    results = dict(report["results"])
-    if table is not None:
-        yield f"![{name}: {WORDS[table.unit]}](results/{name}.png)\n"
-        if table.unit == RATE:
-            del results[RATE]
-        columns = [column or WORDS[table.unit] for column in table.columns]
-        rows = ([row, *(_figure(cells.get(each)) for each in table.columns)] for row, cells in table.rows.items())
-        yield from _rows((WORDS[table.unit], *columns), rows)
+    if report["ratios"]:
+        yield from _rows(("ratio", ""), ([f"`{ratio}`", _figure(value)] for ratio, value in report["ratios"].items()))
+    if what.chart is not None:
+        yield f"![{name}: {WORDS[what.chart.unit]}](results/{name}.png)\n"
+    for table in what.tables:
+        yield from _cells(table)
+    results = {key: value for key, value in report["results"].items() if key != RATE}  # it is a table
     yield "<details><summary>All results</summary>\n"
     yield from _rows(("result", ""), ([f"`{leaf}`", _figure(value)] for leaf, value in _leaves(results)))
     yield "</details>\n"
 
 
-def _table(unit: str, rows: Mapping[str, Mapping[str, float]]) -> Table:
-    return Table(unit=unit, columns=tuple(dict.fromkeys(column for row in rows.values() for column in row)), rows=rows)
-
-
-def _durations(row: Mapping[str, Any]) -> dict[str, float]:
-    return {name[:-3]: value for name, value in row.items() if name.endswith("_ms") and isinstance(value, (int, float))}
+def _cells(table: Table) -> Iterator[str]:
+    columns = [column or table.title for column in table.columns]
+    rows = ([row, *(_figure(cells.get(each)) for each in table.columns)] for row, cells in table.rows.items())
+    yield from _rows((table.title, *columns), rows)
 
 
 def _leaves(results: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.results import find_table, main
+from benchmarks.results import main
+from tests.benchmarks.test_tables import CONTROL, KEEP, LONGTAIL
 
 PNG = b"\x89PNG"
 
@@ -73,17 +74,30 @@ def test_two_reports_of_one_benchmark_need_labels(tmp_path: Path, capsys: pytest
     assert sorted(path.name for path in (tmp_path / "results").iterdir()) == ["decode-intel.png", "decode.png"]
 
 
-def test_what_is_plotted_are_rates_or_durations_that_entries_share_or_single_ones() -> None:
-    rates = find_table({"tokens_per_s": {"rollout": 2.0, "vllm": 1.0}, "a": {"x_ms": 1}, "b": {"x_ms": 2}})
-    assert rates is not None
-    assert (rates.unit, rates.columns, list(rates.rows)) == ("tokens_per_s", ("rollout", "vllm"), [""])
-    shared = find_table({"a": {"x_ms": 1, "n": 3}, "b": {"x_ms": 2, "y_ms": 4}, "z_ms": 5})
-    assert shared is not None
-    assert (shared.unit, shared.columns, dict(shared.rows["b"])) == ("ms", ("x", "y"), {"x": 2, "y": 4})
-    single = find_table({"pool_ms": 1.0, "host_ms": 2.0})
-    assert single is not None
-    assert single.rows == {"pool": {"": 1.0}, "host": {"": 2.0}}
-    assert find_table({"nodes": 3, "only_ms": 1.0}) is None
+def test_benchmarks_of_several_units_have_tables_of_their_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = [
+        report(tmp_path, "longtail", LONGTAIL, time_auto_vs_sync=0.5),
+        report(tmp_path, "keep", KEEP, regret_short=1.25),
+        report(tmp_path, "control", CONTROL),
+    ]
+    out = tmp_path / "RESULTS.md"
+    assert main([*map(str, files), "--out", str(out)]) == 0
+    text = out.read_text()
+    assert "![longtail: tokens per second](results/longtail.png)" in text
+    assert "| auto | 40 | 120 | 7 | 3 | 1.5 | 0.5 | 0.25 |" in text
+    assert "![keep: seconds](results/keep.png)" in text
+    assert "| short | 10 | 8 | 12 | host | 1.25 |" in text
+    assert "| short | 10.5 | host | 10 | 3 | 1.05 | 0.95 | 1.1 |" in text
+    assert "| overhead of a step with 256 sequences (ms) | 0.96 |" in text
+    plots = sorted(path.name for path in (tmp_path / "results").iterdir())
+    assert plots == ["keep.png", "longtail.png"]
+    control = text[text.index("## control") :]
+    assert "| ratio |" not in control
+    old = report(tmp_path, "keep", {"simulated": {}}, date="2029-01-01")
+    assert main([str(old), "--out", str(out)]) == 2
+    assert "bench keep: expected results with 'real', as this version" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("content", "message"), [("{", "Expecting"), ("{}", "which has command, date"), (None, "No")])
