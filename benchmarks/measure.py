@@ -18,7 +18,7 @@ Repeats = Annotated[int, Field(ge=5)]
 
 
 class MeasurementError(RolloutError):
-    """What was measured did not do what it was to be measured at, or did not tell of it."""
+    """What is measured did not run as it should, or did not tell what it took."""
 
 
 def timed(work: Callable[[], object]) -> float:
