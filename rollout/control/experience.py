@@ -4,16 +4,20 @@ Measured on the running service, by what a trajectory was stopped for; of waits 
 never seen is expected to come back at once.
 """
 
+import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 
 from rollout.control.intent import Intent
+from rollout.control.messages import Pace
 from rollout.control.paces import PaceMeter
 from rollout.control.records import Record
 from rollout.types import AbortReason, Then
 
 WEIGHT = 0.1
 """Of a new observation."""
+BELIEF_S = 60.0
+"""After which what an export takes is believed to be a third of what it was: so that it is tried again."""
 OVERDUE = 3.0
 """Times the usual interval, after which it is thought that there are no more updates."""
 
@@ -32,8 +36,10 @@ class Experience:
         self._fates: dict[Hashable, _Fate] = {}
         self._version_s: float | None = None
         self._version_at: float | None = None
-        self.exports = PaceMeter()
-        """From the order until the pool has all of it, by bytes sent."""
+        self._exports = PaceMeter(flat=True)
+        self._exported_at = 0.0
+        self.export_pace: Pace | None = None
+        """From the order until the pool has all of it, by bytes sent. What was not seen for long is believed less."""
 
     def likely(self, record: Record, intent: Intent) -> float:
         """Chance that it goes on."""
@@ -56,6 +62,19 @@ class Experience:
         fate.likely += WEIGHT * (1.0 - fate.likely)
         fate.wait_s = fate.wait_s + WEIGHT * (waited_s - fate.wait_s) if fate.seen else waited_s
         fate.seen = True
+
+    def exported(self, nbytes: int, seconds: float, now: float) -> None:
+        """A pool took so much."""
+        self._exports.saw(nbytes, seconds)
+        self._exported_at = now
+        self.age(now)
+
+    def age(self, now: float) -> None:
+        """Time has passed."""
+        pace = self._exports.pace
+        if pace is not None:
+            belief = math.exp(min(0.0, self._exported_at - now) / BELIEF_S)
+            self.export_pace = Pace(fixed_s=belief * pace.fixed_s, unit_s=belief * pace.unit_s)
 
     def ended(self, record: Record, intent: Intent) -> None:
         """It did not go on: it was over before."""

@@ -117,6 +117,6 @@ class Keeping:
             worker=worker.facts or UNKNOWN,
             pool_free_bytes=room.free_bytes if room is not None else math.inf,
             pool_budget_bytes=room.budget_bytes if room is not None else math.inf,
-            export=self.experience.exports.pace,
+            export=self.experience.export_pace,
             place_share=1.0 / worker.max_running,
         )

@@ -12,9 +12,12 @@ that are less: a batch that stays about as large for long says nothing about how
 class PaceMeter:
     """Least squares, exponentially decayed; kept as means and centred moments, so that byte counts lose no digits."""
 
-    __slots__ = ("_seconds", "_units", "_us", "_uu", "_weight")
+    __slots__ = ("_flat", "_seconds", "_units", "_us", "_uu", "_weight")
 
-    def __init__(self) -> None:
+    def __init__(self, *, flat: bool = False) -> None:
+        """Where sizes do not tell what is fixed and what grows with them, all is taken to grow; with `flat`, to be
+        fixed: so that a few small moves, the first of which are slow, do not make a large one look endless."""
+        self._flat = flat
         self._weight = 0.0
         self._units = 0.0
         """Mean."""
@@ -40,20 +43,20 @@ class PaceMeter:
 
     @property
     def pace(self) -> Pace | None:
-        """None before anything was seen. Of one size only, all is taken to be proportional to it."""
+        """None before anything was seen."""
         if not self._weight:
             return None
         if not self._uu:
-            return self._proportional()
+            return self._unknown()
         unit_s = self._us / self._uu
         if unit_s <= 0.0:
             return Pace(fixed_s=self._seconds, unit_s=0.0)
         fixed_s = self._seconds - unit_s * self._units
         if fixed_s >= 0.0:
             return Pace(fixed_s=fixed_s, unit_s=unit_s)
-        return self._proportional()
+        return self._unknown()
 
-    def _proportional(self) -> Pace:
-        if not self._units:
+    def _unknown(self) -> Pace:
+        if self._flat or not self._units:
             return Pace(fixed_s=self._seconds, unit_s=0.0)
         return Pace(fixed_s=0.0, unit_s=self._seconds / self._units)

@@ -167,6 +167,7 @@ class Reports:
         return commands
 
     def _tick(self, now: float) -> list[Command]:
+        self._roster.keeping.experience.age(now)
         commands: list[Command] = []
         for record in self._roster.policies.due(now):
             commands += self._stops.fire(record, AbortReason.DEADLINE, now)

@@ -104,7 +104,7 @@ def move_s(record: Record, worker: Worker, experience: Experience) -> float:
     if worker.facts is None or record.home is None:
         return 0.0
     nbytes = record.home.kv_tokens * worker.facts.token_bytes
-    return _seconds(experience.exports.pace, nbytes) + _seconds(worker.facts.restore, nbytes)
+    return _seconds(experience.export_pace, nbytes) + _seconds(worker.facts.restore, nbytes)
 
 
 def to_go(record: Record) -> float:

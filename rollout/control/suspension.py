@@ -270,7 +270,7 @@ class Suspensions:
         self._roster.tally["exported_bytes"] += event.sent_bytes
         self._roster.tally["written_bytes"] += event.sent_bytes
         if event.sent_bytes and event.seconds:
-            self._roster.keeping.experience.exports.saw(event.sent_bytes, event.seconds)
+            self._roster.keeping.experience.exported(event.sent_bytes, event.seconds, now)
         return [*self._release(record), *record.pooled.stored(event.image), *self.settle(record, now)]
 
     def export_failed(self, event: ExportFailed, now: float) -> list[Command]:

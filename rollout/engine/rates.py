@@ -44,9 +44,9 @@ class Rates:
         self._calm_step = PaceMeter()
         """While no KV was moved."""
         self._moving_share: float | None = None
-        self._restore = PaceMeter()
-        self._load = PaceMeter()
-        self._save = PaceMeter()
+        self._restore = PaceMeter(flat=True)
+        self._load = PaceMeter(flat=True)
+        self._save = PaceMeter(flat=True)
         self._refused = 0
         """Loads that were not made, since the last that was made all the same."""
 

@@ -151,7 +151,7 @@ def test_of_an_image_only_what_is_read_counts() -> None:
     scripted.run()
     admitted = restored(scripted, range(12 * PAGE_TOKENS), 16 * TOKEN_BYTES * 0.5)
     assert (admitted.cached_tokens, admitted.restored_tokens) == (32, 16)
-    assert scripted.engine.facts().restore == Pace(fixed_s=0.0, unit_s=0.5)
+    assert scripted.engine.facts().restore == Pace(fixed_s=16 * TOKEN_BYTES * 0.5, unit_s=0.0)
 
 
 def test_what_is_both_loaded_and_read_tells_nothing_of_either() -> None:
@@ -170,4 +170,4 @@ def test_copies_to_the_device_are_no_saves() -> None:
     rates.copied(Tier.DEVICE, 1000, 1.0)
     assert rates.paces.save is None
     rates.copied(Tier.HOST, 1000, 2.0)
-    assert rates.paces.save == Pace(fixed_s=0.0, unit_s=2e-3)
+    assert rates.paces.save == Pace(fixed_s=2.0, unit_s=0.0)
