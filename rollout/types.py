@@ -183,7 +183,7 @@ class Columns:
     has not. The three columns only ever grow or shrink together.
     """
 
-    __slots__ = ("_ids", "_logprobs", "_versions")
+    __slots__ = ("_given", "_ids", "_logprobs", "_versions")
 
     def __init__(
         self, ids: Iterable[int] = (), logprobs: Iterable[float] = (), versions: Iterable[Version | None] = ()
@@ -194,6 +194,7 @@ class Columns:
         sizes = (len(self._ids), len(self._logprobs), len(self._versions))
         if len(set(sizes)) != 1:
             raise ValueError(f"columns of unequal length: {sizes[0]} ids, {sizes[1]} logprobs, {sizes[2]} versions")
+        self._given = self._versions.count(None)
 
     @classmethod
     def single(cls, token: int, logprob: float, version: Version) -> Self:
@@ -202,6 +203,7 @@ class Columns:
         columns._ids = [token]
         columns._logprobs = [logprob]
         columns._versions = [version]
+        columns._given = 0
         return columns
 
     @classmethod
@@ -218,6 +220,7 @@ class Columns:
         self._ids += other._ids
         self._logprobs += other._logprobs
         self._versions += other._versions
+        self._given += other._given
 
     def since(self, start: int) -> "Columns":
         """A copy of the tokens from index `start` on."""
@@ -238,7 +241,7 @@ class Columns:
     @property
     def sampled(self) -> int:
         """How many of the tokens were sampled."""
-        return len(self._versions) - self._versions.count(None)
+        return len(self._versions) - self._given
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -413,6 +416,8 @@ class Delivery:
     """Members that left the group (`then: drop`), with their tokens."""
     complete: bool = True
     """Nothing of the group is to come."""
+    priority: Priority = Priority.TRAIN
+    """With which it was submitted."""
     error: str | None = None
     """Why the group failed as a whole (`groups.failed_member`)."""
 

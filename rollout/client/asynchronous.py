@@ -4,6 +4,7 @@ Prompts are turned into token ids here, so a bad one raises where it was passed 
 """
 
 import asyncio
+import contextlib
 import math
 import time
 import uuid
@@ -19,7 +20,7 @@ from rollout.cluster import launch
 from rollout.cluster.calls import call
 from rollout.cluster.description import ServiceDescription
 from rollout.config import Config, load_config
-from rollout.errors import DeadlineError, InvalidArgumentError, ServiceClosedError
+from rollout.errors import DeadlineError, InvalidArgumentError, RolloutError, ServiceClosedError
 from rollout.metrics import KVCheck, ServiceStats
 from rollout.text import Prompt, Tokenizer
 from rollout.types import (
@@ -158,7 +159,7 @@ class AsyncRollout:
             caller=caller,
             partial=partial,
         )
-        timeout_s = max(0.0, timeout_s)
+        timeout_s = _seconds(timeout_s)
         await self._call(self._controller.submit, submissions, timeout_s, timeout_s=timeout_s + CALL_S)
         return [submission.group_id for submission in submissions]
 
@@ -169,13 +170,13 @@ class AsyncRollout:
         A call that fails or is cancelled loses nothing: its groups are handed out again. Raises `StalledError` if
         nothing goes on for driver.stall_timeout_s.
         """
-        handout, deliveries = await self._next_groups(k, timeout_s)
+        _check_count("k", k)
+        handout, deliveries = await self._next_groups(k, _seconds(timeout_s))
         self._handouts.arrived({handout})
         return deliveries
 
     async def _next_groups(self, k: int, timeout_s: float) -> tuple[str, list[Delivery]]:
         """With the call that they were handed out to."""
-        timeout_s = max(0.0, timeout_s)
         with self._handouts.open() as handout:
             deliveries: list[Delivery] = await self._call(
                 self._controller.next_groups, k, timeout_s, *handout, timeout_s=timeout_s + CALL_S
@@ -188,10 +189,15 @@ class AsyncRollout:
 
         Raises `DeadlineError` if none finishes for `timeout_s`.
         """
-        while deliveries := await self.next_groups(1, timeout_s):
-            yield deliveries[0]
-        if (await self.stats()).coming_groups:
-            raise DeadlineError(f"no group finished within {timeout_s:g} s")
+        while True:
+            began = time.monotonic()
+            deliveries = await self.next_groups(1, timeout_s)
+            if deliveries:
+                yield deliveries[0]
+            elif not (await self.stats()).coming_groups:
+                return
+            elif time.monotonic() - began >= timeout_s:
+                raise DeadlineError(f"no group finished within {timeout_s:g} s")
 
     async def collect(
         self,
@@ -207,9 +213,8 @@ class AsyncRollout:
         lets it run on), and is what the next `collect` begins with. Groups that `accept` refuses, such as those whose
         rewards are all alike, do not count, and others are begun for them. Raises `StalledError`.
         """
-        timeout_s = max(0.0, timeout_s)
-        if not isinstance(groups, int) or groups < 1:
-            raise InvalidArgumentError(f"groups: got {groups!r}, allowed: an integer >= 1")
+        timeout_s = _seconds(timeout_s)
+        _check_count("groups", groups)
         if not 0 <= over_sample < math.inf:
             raise InvalidArgumentError(f"over_sample: got {over_sample!r}, allowed: a share >= 0")
         if accept is None:
@@ -228,28 +233,39 @@ class AsyncRollout:
         taken: list[Delivery] = []
         rejected: list[Delivery] = []
         calls: set[str] = set()
+        collection = uuid.uuid4().hex
         deadline = time.monotonic() + timeout_s
-        await self._call(self._controller.begin_collection, groups, over_sample)
         try:
-            while len(taken) < groups:
-                handout, deliveries = await self._next_groups(1, deadline - time.monotonic())
-                calls.add(handout)
-                if not deliveries:
-                    break
-                (delivery,) = deliveries
-                if accept(delivery):
-                    taken.append(delivery)
-                else:
-                    rejected.append(delivery)
-                    await self._call(self._controller.reject)
+            try:
+                await self._call(self._controller.begin_collection, collection, groups, over_sample, timeout_s)
+                while len(taken) < groups:
+                    left_s = max(0.0, deadline - time.monotonic())
+                    handout, delivery = await self._next_collected(collection, left_s)
+                    calls.add(handout)
+                    if delivery is None:
+                        break
+                    if accept(delivery):
+                        taken.append(delivery)
+                    else:
+                        rejected.append(delivery)
+                        await self._call(self._controller.reject, collection)
+            finally:
+                held = await self._call(self._controller.end_collection, collection)
         except BaseException:
             self._handouts.abandoned(calls)
             raise
-        finally:
-            held = await self._call(self._controller.end_collection)
         self._handouts.arrived(calls)
         late = len(taken) < groups and time.monotonic() >= deadline
         return Collected(groups=tuple(taken), rejected=tuple(rejected), held=held, timed_out=late)
+
+    async def _next_collected(self, collection: str, timeout_s: float) -> tuple[str, Delivery | None]:
+        """The next group of a collection, with the call that it was handed out to; None if there is none to come."""
+        with self._handouts.open() as handout:
+            delivery: Delivery | None = await self._call(
+                self._controller.next_collected, collection, timeout_s, *handout, timeout_s=timeout_s + CALL_S
+            )
+        self._forget_turns([delivery] if delivery is not None else [])
+        return handout.call, delivery
 
     async def abort(
         self, ids: Ids = ALL, *, keep: Keep | str = Keep.AUTO, then: Then | str = Then.HOLD, timeout_s: float = 60.0
@@ -261,7 +277,7 @@ class AsyncRollout:
 
         Raises `InvalidArgumentError` for a `keep` or `then` that does not exist.
         """
-        timeout_s = max(0.0, timeout_s)
+        timeout_s = _seconds(timeout_s)
         where, what = _one_of(Keep, "keep", keep), _one_of(Then, "then", then)
         report: AbortReport = await self._call(
             self._controller.abort, _names(ids), where, what, timeout_s, timeout_s=timeout_s + CALL_S
@@ -284,7 +300,8 @@ class AsyncRollout:
         `k`, or nothing goes on any more, or at the timeout what there is. Each waits for `extend`, or for
         `abort(then="finish")`, which ends it as completed. Raises `StalledError`.
         """
-        deadline = time.monotonic() + timeout_s
+        _check_count("k", k)
+        deadline = time.monotonic() + _seconds(timeout_s)
         while True:
             left_s = max(0.0, deadline - time.monotonic())
             turns: list[Trajectory] = await self._call(
@@ -331,7 +348,7 @@ class AsyncRollout:
 
         Raises `UnknownWorkerError` for one that is not there or is the last.
         """
-        timeout_s = max(0.0, timeout_s)
+        timeout_s = _seconds(timeout_s)
         report: DrainReport = await self._call(
             self._controller.drain, WorkerId(worker), timeout_s, timeout_s=timeout_s + CALL_S
         )
@@ -352,6 +369,9 @@ class AsyncRollout:
 
         Every other call raises `ServiceClosedError` from then on.
         """
+        if not self._closed and self._on_close is None:
+            with contextlib.suppress(RolloutError):  # what this client did not get is handed out to others
+                await self._call(self._controller.settle, *self._handouts.last_words())
         self._closed = True
         if self._on_close is not None:
             on_close, self._on_close = self._on_close, None
@@ -374,6 +394,17 @@ class AsyncRollout:
         if self._closed:
             raise ServiceClosedError("this client was closed")
         return await call(method, *args, timeout_s=timeout_s)
+
+
+def _check_count(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise InvalidArgumentError(f"{name}: got {value!r:.80}, allowed: an integer >= 1")
+
+
+def _seconds(timeout_s: float) -> float:
+    if not isinstance(timeout_s, int | float) or math.isnan(timeout_s):
+        raise InvalidArgumentError(f"timeout_s: got {timeout_s!r:.80}, allowed: seconds")
+    return max(0.0, timeout_s)
 
 
 def _names(ids: Ids) -> list[str] | None:

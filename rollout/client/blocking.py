@@ -179,12 +179,12 @@ class Rollout:
         self.close()
 
     async def _end(self) -> None:
-        """Close, and end the calls that other threads wait in."""
-        await self.aio.close()
+        """End the calls that other threads wait in, whose groups go to others, and close."""
         waiting = asyncio.all_tasks() - {asyncio.current_task()}
         for task in waiting:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
+        await self.aio.close()
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         if threading.current_thread() is self._thread:

@@ -44,3 +44,7 @@ class Handouts:
     def abandoned(self, calls: Set[str]) -> None:
         """Their groups are to be handed out again."""
         self._abandoned |= calls
+
+    def last_words(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """What became of all calls, for the controller: which arrived, and which did not."""
+        return tuple(self._arrived), tuple(self._abandoned)

@@ -41,9 +41,12 @@ class Intake:
         priority: Priority,
         deadline_s: float | None,
         max_group_tokens: int | None,
-        **others: Any,
+        metadata: dict[str, Any],
+        multi_turn: bool,
+        caller: str,
+        partial: bool,
     ) -> list[Submission]:
-        """One a prompt; `others` are fields of `Submission`. Raises `RequestError` of some kind."""
+        """One a prompt. Raises `RequestError` of some kind."""
         several = _several(prompts)
         if not isinstance(n, int) or n < 1:
             raise InvalidArgumentError(f"n: got {n!r}, allowed: an integer >= 1")
@@ -51,6 +54,8 @@ class Intake:
             raise InvalidArgumentError(f"deadline_s: got {deadline_s!r}, allowed: seconds > 0")
         if max_group_tokens is not None and (not isinstance(max_group_tokens, int) or max_group_tokens < 1):
             raise InvalidArgumentError(f"max_group_tokens: got {max_group_tokens!r}, allowed: an integer >= 1")
+        if not isinstance(caller, str):
+            raise InvalidArgumentError(f"caller: got {caller!r:.80}, allowed: a string")
         each = self._sampling(sampling, n)
         keys = [key] if isinstance(key, str) else list(key) if key is not None else None
         if keys is not None and len(keys) != len(several):
@@ -64,7 +69,10 @@ class Intake:
                 priority=priority,
                 deadline_s=deadline_s,
                 max_group_tokens=max_group_tokens,
-                **others,
+                metadata=metadata,
+                multi_turn=bool(multi_turn),
+                caller=caller,
+                partial=bool(partial),
             )
             for prompt, name in zip(several, keys or itertools.islice(self._keys, len(several)), strict=True)
         ]
@@ -73,6 +81,8 @@ class Intake:
         self, what: str | Sequence[Mapping[str, Any]] | Sequence[int], *, to: Trajectory | None
     ) -> tuple[int, ...]:
         """Ids that are to follow what a trajectory has, which messages need to know. Raises `InvalidPromptError`."""
+        if not isinstance(what, Sequence):
+            raise InvalidPromptError(f"extend: got {type(what).__name__}, allowed: messages, text or token ids")
         if not isinstance(what, str) and len(what) and isinstance(what[0], Mapping):
             if to is None:
                 raise InvalidPromptError("extend: got messages for an id, allowed: for the trajectory as handed out")

@@ -7,6 +7,7 @@ import asyncio
 import itertools
 import json
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from rollout.cluster.description import ServiceDescription, WorkerDescription
 from rollout.cluster.orders import Orders
 from rollout.cluster.supervision import Supervisor
 from rollout.cluster.workforce import Post, hire
+from rollout.control.collection import Collection
 from rollout.control.commands import Command
 from rollout.control.controller import Controller
 from rollout.control.messages import Event, PoolRoom, Spilled, Tick
@@ -39,13 +41,14 @@ from rollout.types import (
     TrajectoryId,
     TurnMark,
     WorkerId,
-    turn_mark,
 )
 
 logger = logging.getLogger(__name__)
 
 CALL_S = 10.0
 """Deadline of a call that should answer at once."""
+GRACE_S = 30.0
+"""After the timeout of a collection, until it ends although its driver does not say so."""
 LOOK_S = 1.0
 """Pause between two looks at the pools: what room they have, whether their nodes spill."""
 TICK_S = 0.25
@@ -116,6 +119,10 @@ class ControllerActor:
             )
         self._carry_out(self._core.submit(submissions, time.time()))
 
+    async def settle(self, arrived: Sequence[str], abandoned: Sequence[str]) -> None:
+        """What became of calls that groups were handed out to; the last words of a client."""
+        self._core.settle_calls(arrived=arrived, abandoned=abandoned)
+
     async def next_groups(
         self, count: int, timeout_s: float, call: str, arrived: Sequence[str], abandoned: Sequence[str]
     ) -> list[Delivery]:
@@ -137,28 +144,46 @@ class ControllerActor:
         arrived: Sequence[str],
         abandoned: Sequence[str],
     ) -> Collected:
-        """As `next_groups`, of a collection that ends, all else stopped and held, as soon as it has `count`."""
+        """`count` finished groups of training, in a collection named `call`: as soon as it has them, or at the timeout,
+        all else is stopped and held. It is handed out as by `next_groups`. Raises `StalledError`.
+        """
         self._core.settle_calls(arrived=arrived, abandoned=abandoned)
-        self._carry_out(self._core.begin_collection(count, over_sample, stop_when_met=True, now=time.time()))
+        begin = Collection(call=call, wanted=count, over_sample=over_sample, stop_when_met=True, ends_at=math.inf)
+        self._carry_out(self._core.begin_collection(begin, time.time()))
         try:
-            await self._until(lambda: self._core.complete_groups >= min(count, self._core.coming_groups), timeout_s)
+            await self._until(lambda: self._core.collected(call) >= min(count, self._core.collectable), timeout_s)
         finally:
-            possible = min(count, self._core.coming_groups)
-            self._carry_out(self._core.end_collection(time.time()))
-        groups = self._core.take(count, call)
+            superseded = math.isinf(self._core.collected(call))
+            possible = min(count, self._core.collectable)
+            self._carry_out(self._core.end_collection(call, time.time()))
+        groups = self._core.take_collected(0 if superseded else count, call)
         return Collected(groups=tuple(groups), held=self._core.unfinished_groups, timed_out=len(groups) < possible)
 
-    async def begin_collection(self, count: int, over_sample: float) -> None:
-        """Of groups that the driver looks at one by one."""
-        self._carry_out(self._core.begin_collection(count, over_sample, stop_when_met=False, now=time.time()))
+    async def begin_collection(self, call: str, count: int, over_sample: float, timeout_s: float) -> None:
+        """Of groups that the driver looks at one by one; it ends when it is told to, or some time after the timeout."""
+        now = time.time()
+        ends_at = now + timeout_s + GRACE_S
+        begin = Collection(call=call, wanted=count, over_sample=over_sample, stop_when_met=False, ends_at=ends_at)
+        self._carry_out(self._core.begin_collection(begin, now))
 
-    async def reject(self) -> None:
-        """A group that was handed out does not count."""
-        self._carry_out(self._core.reject(time.time()))
+    async def next_collected(
+        self, collection: str, timeout_s: float, call: str, arrived: Sequence[str], abandoned: Sequence[str]
+    ) -> Delivery | None:
+        """The next finished group of training, handed out to `call` as by `next_groups`; None at the timeout, if no
+        more are to come, or if another collection took this one's place. Raises `StalledError`.
+        """
+        self._core.settle_calls(arrived=arrived, abandoned=abandoned)
+        await self._until(lambda: self._core.collected(collection) >= min(1, self._core.collectable), timeout_s)
+        superseded = math.isinf(self._core.collected(collection))
+        return next(iter(self._core.take_collected(0 if superseded else 1, call)), None)
 
-    async def end_collection(self) -> int:
+    async def reject(self, call: str) -> None:
+        """A group of this collection does not count: another may be begun for it."""
+        self._carry_out(self._core.reject(call, time.time()))
+
+    async def end_collection(self, call: str) -> int:
         """Returns the number of groups that are not finished."""
-        self._carry_out(self._core.end_collection(time.time()))
+        self._carry_out(self._core.end_collection(call, time.time()))
         return self._core.unfinished_groups
 
     # Trajectories -------------------------------------------------------------------------------------
@@ -197,11 +222,8 @@ class ControllerActor:
         `known` are those that the caller has been told of, with the turn that they had ended.
         """
 
-        def new() -> list[Trajectory]:
-            return [each for each in self._core.ended_turns() if known.get(each.trajectory_id) != turn_mark(each)]
-
-        await self._until(lambda: len(new()) >= count or not self._core.busy, timeout_s)
-        return new()[:count]
+        await self._until(lambda: self._core.ended_turns(known) >= count or not self._core.busy, timeout_s)
+        return self._core.turns(known, count)
 
     # The service --------------------------------------------------------------------------------------
 
@@ -221,10 +243,14 @@ class ControllerActor:
             raise InvalidArgumentError(f"count: got {count!r}, allowed: an integer >= 1")
         names = [WorkerId(f"worker-{next(self._numbers)}") for _ in range(count)]
         there = [each for each in self._described if each.worker in self._workers.actors]
-        posts, described = await asyncio.to_thread(hire, self._description, names, self._weights_id, there)
+        self._core.expect_workers(count)
+        try:
+            posts, described = await asyncio.to_thread(hire, self._description, names, self._weights_id, there)
+        except BaseException:
+            self._core.expect_workers(-count)
+            raise
         self._described += described
         self._workers.hire(posts)
-        self._core.expect_workers(count)
         for each in described:
             self._workers.watch(each)
         return tuple(names)

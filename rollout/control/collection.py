@@ -10,12 +10,16 @@ from rollout.types import GroupId
 class Collection:
     """A `collect` that is under way."""
 
+    call: str
+    """Of the driver; it is ended by the same."""
     wanted: int
-    """Groups."""
+    """Groups of training."""
     over_sample: float
     stop_when_met: bool
     """It ends as soon as so many are complete, and not only when it is told to."""
-    begun_with: int
+    ends_at: float
+    """When it ends although nobody says so."""
+    begun_with: int = 0
     """Groups that were complete when it began."""
     rejected: int = 0
     over: set[GroupId] = field(default_factory=set)

@@ -10,12 +10,15 @@ what workers and pools hold is a cache of them. Invariants:
 5. Everything submitted is queued, active, suspended, buffered, delivered, acknowledged or dropped (`accounts`).
 """
 
+import itertools
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rollout.config import AbortConfig, GroupsConfig, ResumeConfig
 from rollout.control.aborts import AbortTicket
+from rollout.control.collection import Collection
 from rollout.control.commands import Command
 from rollout.control.extension import check_extendable
 from rollout.control.intent import Intent
@@ -41,6 +44,7 @@ from rollout.types import (
     Then,
     Trajectory,
     TrajectoryId,
+    TurnMark,
     WorkerId,
 )
 
@@ -122,8 +126,8 @@ class Controller:
     def resume(self, ids: Sequence[str] | None, now: float) -> tuple[ResumeReport, list[Command]]:
         """Queue what `ids` name (see `resolve`), if it is suspended or about to be; what waits for `extend` is not."""
         known, unknown = self.resolve(ids)
-        resumable = [record for record in known if not record.over and not record.ended_turn]
-        others = tuple(record.trajectory_id for record in known if record not in resumable)
+        resumable = [record for record in known if record.resumable]
+        others = tuple(record.trajectory_id for record in known if not record.resumable)
         report = ResumeReport(resumed=tuple(record.trajectory_id for record in resumable), unknown=unknown + others)
         commands: list[Command] = []
         for record in resumable:
@@ -151,28 +155,52 @@ class Controller:
         """
         return self._groups.resolve(ids)
 
-    def ended_turns(self) -> list[Trajectory]:
-        """Those that ended a turn and wait for `extend`, oldest first, as they are."""
-        return [r.snapshot() for r in self._groups.records() if r.ended_turn and r.phase is Phase.SUSPENDED]
+    def turns(self, known: Mapping[TrajectoryId, TurnMark], count: int) -> list[Trajectory]:
+        """Up to `count` of those that ended a turn and wait for `extend`, oldest first, but the ones that are known."""
+        return [record.snapshot() for record in itertools.islice(self._ended_turns(known), count)]
+
+    def ended_turns(self, known: Mapping[TrajectoryId, TurnMark]) -> int:
+        """How many `turns` could return."""
+        return sum(1 for _ in self._ended_turns(known))
+
+    def _ended_turns(self, known: Mapping[TrajectoryId, TurnMark]) -> Iterator[Record]:
+        for record in self._groups.records():
+            waits = record.ended_turn and record.phase is Phase.SUSPENDED
+            if waits and known.get(record.trajectory_id) != record.turn_mark:
+                yield record
 
     # Collecting, pausing, draining --------------------------------------------------------------------
 
-    def begin_collection(self, wanted: int, over_sample: float, *, stop_when_met: bool, now: float) -> list[Command]:
-        """Run no more groups than `wanted` and a share of `over_sample` at once, what was left before first.
+    def begin_collection(self, collection: Collection, now: float) -> list[Command]:
+        """Run no more groups of training than it wants, and a share more, at once; what was left before goes first.
 
-        With `stop_when_met` everything else is stopped and held as soon as so many are complete (`groups.rest`).
+        If it is to stop when it is met, everything else is stopped and held as soon as so many are complete
+        (`groups.rest`).
         """
-        commands = self._stops.begin_collection(wanted, over_sample, stop_when_met=stop_when_met, now=now)
-        return commands + self._settled(now)
+        return self._stops.begin_collection(collection, now) + self._settled(now)
 
-    def reject(self, now: float) -> list[Command]:
+    def reject(self, call: str, now: float) -> list[Command]:
         """A complete group does not count: another may run for it."""
-        self._stops.reject()
+        self._stops.reject(call)
         return self._settled(now)
 
-    def end_collection(self, now: float) -> list[Command]:
-        """Enough was collected."""
-        return self._stops.end_collection(now) + self._settled(now)
+    def end_collection(self, call: str, now: float) -> list[Command]:
+        """Enough was collected by `call`; nothing happens if that has ended, or another took its place."""
+        return self._stops.end_collection(call, now) + self._settled(now)
+
+    @property
+    def collectable(self) -> int:
+        """Groups of training that were not taken and are finished, or will be without another command."""
+        return self._groups.collectable
+
+    def collected(self, call: str) -> float:
+        """Finished groups of training that were not taken; infinite if another collection took the place of `call`."""
+        other = self._roster.collection is not None and not self._stops.collects(call)
+        return math.inf if other else self._groups.collected
+
+    def take_collected(self, count: int, call: str) -> list[Delivery]:
+        """As `take`, of finished groups of training."""
+        return self._groups.take_collected(count, call)
 
     def pause(self, now: float) -> list[Command]:
         """Have no worker run a step until `unpause`."""
@@ -182,7 +210,7 @@ class Controller:
         return self._members.unpause() + self._settled(now)
 
     def expect_workers(self, count: int) -> None:
-        """So many more will come up."""
+        """So many more will come up; fewer than was said, if negative."""
         self._fleet.grow(count)
 
     def drain(self, worker: WorkerId, now: float) -> tuple[tuple[TrajectoryId, ...], list[Command]]:
@@ -259,7 +287,8 @@ class Controller:
 
     def stalled_s(self, now: float) -> float:
         """For how long nothing went on although something could; 0 if nothing can."""
-        return now - self._moved_at if self.busy and not self._fleet.paused else 0.0
+        may = self.busy and not self._fleet.paused and bool(self._fleet.workers)
+        return now - self._moved_at if may else 0.0
 
     def state(self, now: float) -> dict[str, Any]:
         """What everything is doing, as plain values: for whoever asks why nothing goes on."""

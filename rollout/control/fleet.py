@@ -7,7 +7,7 @@ loses at most twice what it must. Then it is stranded: its KV is to be moved, or
 
 import bisect
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from rollout.control.messages import WorkerFacts, WorkerUp
@@ -141,8 +141,9 @@ class Fleet:
         self._size += count
 
     @property
-    def size(self) -> int:
-        return self._size
+    def all_known(self) -> bool:
+        """Every worker is up or lost for good: none is coming."""
+        return len(self._workers) + len(self._lost) >= self._size
 
     @property
     def hopeless(self) -> str | None:
@@ -180,41 +181,49 @@ class Fleet:
         drained, self._queue = self._queue, []
         return drained
 
-    def next_start(self, may_start: Callable[[Record], bool], now: float) -> tuple[Record, Worker] | None:
-        """Take the next one that starts now out of the queue, with the worker it starts on; None if none does.
+    def starts(self, may_start: Callable[[Record], bool], now: float) -> Iterator[tuple[Record, Worker]]:
+        """Take those that start now out of the queue, one after the other, each with the worker it starts on.
 
-        With `prefer_other`, room goes first to trajectories that left another worker; no room stays empty for that.
+        A start may only make `may_start` refuse more. With `prefer_other`, room goes first to trajectories that left
+        another worker; no room stays empty for that.
         """
-        free = [worker for worker in self._workers.values() if worker.room > 0]
+        free = self._free()
         if not free or not self._queue or self.paused:
-            return None
-        queue = self._in_turn()
+            return
         if self._prefer_other:
-            for record in queue:
+            for record in self._in_turn():
                 others = [worker for worker in free if worker.worker_id != record.worker]
                 if record.workers and self._home(record) is None and others and may_start(record):
-                    return self._assign(record, others)
-        for record in queue:
+                    yield self._assign(record, self._choose(record, others))
+                    if not (free := self._free()):
+                        return
+        for record in self._in_turn():
             if not may_start(record):
                 continue
             home, best = self._home(record), self._choose(record, free)
             if home is None or best is home:
-                return self._assign(record, [best])
-            if home not in free and not home.draining:
-                if record.refused_at is None:
-                    record.refused_at = now
-                if now - record.refused_at < self._patience(record):
-                    continue
-            self.dequeue(record)
-            self._stranded.append(record)
-        return None
+                yield self._assign(record, best)
+                if not (free := self._free()):
+                    return
+            elif home in free or home.draining or self._waited(record, now):
+                self.dequeue(record)
+                self._stranded.append(record)
 
     def take_stranded(self) -> list[Record]:
         """Those, out of the queue, that are to start elsewhere than where their KV is."""
         stranded, self._stranded = self._stranded, []
         return stranded
 
-    def _in_turn(self) -> Iterable[Record]:
+    def _free(self) -> list[Worker]:
+        return [worker for worker in self._workers.values() if worker.room > 0]
+
+    def _waited(self, record: Record, now: float) -> bool:
+        """Whether it has waited for its home for as long as it is to; from now on, if it did not wait yet."""
+        if record.refused_at is None:
+            record.refused_at = now
+        return now - record.refused_at >= self._patience(record)
+
+    def _in_turn(self) -> list[Record]:
         if self._to_go is None:
             return list(self._queue)
         to_go = self._to_go
@@ -223,8 +232,7 @@ class Fleet:
     def _home(self, record: Record) -> Worker | None:
         return self._workers.get(record.home.worker) if record.home is not None else None
 
-    def _assign(self, record: Record, able: Sequence[Worker]) -> tuple[Record, Worker]:
-        worker = self._choose(record, able)
+    def _assign(self, record: Record, worker: Worker) -> tuple[Record, Worker]:
         self.dequeue(record)
         worker.running.add(record.trajectory_id)
         return record, worker

@@ -13,7 +13,7 @@ from rollout.control.records import Batch, Group, Record
 from rollout.control.submission import Submission
 from rollout.errors import DuplicateKeyError
 from rollout.metrics import Accounts
-from rollout.types import AbortReason, Delivery, FinishReason, GroupId, Phase, Trajectory, TrajectoryId
+from rollout.types import AbortReason, Delivery, FinishReason, GroupId, Phase, Priority, Trajectory, TrajectoryId
 
 
 class Groups:
@@ -104,8 +104,9 @@ class Groups:
         return len(self._records) - sum(len(group.handed) for group in self._groups.values())
 
     def begin(self, group: Group) -> None:
-        """A member starts."""
-        self._begun.add(group.group_id)
+        """A member starts. Evaluation does not count."""
+        if group.submission.priority is Priority.TRAIN:
+            self._begun.add(group.group_id)
 
     def has_begun(self, group: Group) -> bool:
         return group.group_id in self._begun
@@ -165,6 +166,34 @@ class Groups:
 
     # Handing out --------------------------------------------------------------------------------------
 
+    @property
+    def collected(self) -> int:
+        """Groups of training that are over and were not handed out."""
+        over = sum(_collectable(self._groups[group_id]) for group_id in self._complete if group_id in self._groups)
+        return over + sum(_is_collected(delivery) for delivery in self._returned)
+
+    @property
+    def collectable(self) -> int:
+        """Groups of training that are over, or will be without another command, and were not handed out."""
+        coming = sum(
+            group.submission.priority is Priority.TRAIN and group_id not in self._held
+            for group_id, group in self._groups.items()
+        )
+        return coming + sum(_is_collected(delivery) for delivery in self._returned)
+
+    def take_collected(self, count: int, call: str) -> list[Delivery]:
+        """As `take`, of groups of training that are over."""
+        others = deque(group_id for group_id in self._complete if not _collectable(self._groups.get(group_id)))
+        ready = deque(group_id for group_id in self._complete if _collectable(self._groups.get(group_id)))
+        kept = deque(delivery for delivery in self._returned if not _is_collected(delivery))
+        returned = deque(delivery for delivery in self._returned if _is_collected(delivery))
+        self._complete, self._returned = ready, returned
+        try:
+            return self.take(count, call)
+        finally:
+            self._complete.extend(others)
+            self._returned.extend(kept)
+
     def take(self, count: int, call: str) -> list[Delivery]:
         """Up to `count` deliveries, first completed first, handed out to `call`.
 
@@ -223,6 +252,7 @@ class Groups:
             trajectories=_snapshots(kept),
             dropped=_snapshots(dropped) if over else (),
             complete=over,
+            priority=group.submission.priority,
             error=group.error,
         )
 
@@ -231,6 +261,14 @@ class Groups:
         for record in group.members:
             del self._records[record.trajectory_id]
             self._epoch = max(self._epoch, record.epoch)
+
+
+def _collectable(group: Group | None) -> bool:
+    return group is not None and group.over and group.submission.priority is Priority.TRAIN
+
+
+def _is_collected(delivery: Delivery) -> bool:
+    return delivery.complete and delivery.priority is Priority.TRAIN
 
 
 def _discarded(record: Record) -> bool:

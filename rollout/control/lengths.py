@@ -1,21 +1,25 @@
 """How long trajectories became that are finished: what is too long, and what the others may be expected to become."""
 
 import bisect
+from itertools import accumulate
 
 
 class Lengths:
     """Sampled tokens of finished trajectories, in order of length."""
 
-    __slots__ = ("_sorted",)
+    __slots__ = ("_longest_first_sums", "_sorted")
 
     def __init__(self) -> None:
         self._sorted: list[int] = []
+        self._longest_first_sums: list[int] | None = None
+        """Of the longest one, the longest two, …; made when it is asked for."""
 
     def __len__(self) -> int:
         return len(self._sorted)
 
     def add(self, tokens: int) -> None:
         bisect.insort(self._sorted, tokens)
+        self._longest_first_sums = None
 
     @property
     def median(self) -> float:
@@ -28,5 +32,7 @@ class Lengths:
     def remaining(self, tokens: int) -> float | None:
         """Expected tokens to go for one that has `tokens`: the mean of what longer ones had more; None if there are no
         longer ones."""
-        longer = self._sorted[bisect.bisect_right(self._sorted, tokens) :]
-        return sum(longer) / len(longer) - tokens if longer else None
+        if self._longest_first_sums is None:
+            self._longest_first_sums = list(accumulate(reversed(self._sorted)))
+        longer = len(self._sorted) - bisect.bisect_right(self._sorted, tokens)
+        return self._longest_first_sums[longer - 1] / longer - tokens if longer else None

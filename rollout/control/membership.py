@@ -49,7 +49,16 @@ class Membership:
             return commands
         if event.final and self._fleet.get(event.worker) is None:
             self._fleet.give_up(event.worker, event.error)
+            self._recall_drained()
         return commands + self._fail_if_hopeless(now)
+
+    def _recall_drained(self) -> None:
+        """If no other worker is left, or will come, those that were to be taken out of service stay in it."""
+        workers = self._fleet.workers
+        if workers and self._fleet.all_known and all(worker.draining for worker in workers):
+            for worker in workers:
+                worker.draining = False
+                self._roster.troubles.append(f"{worker.worker_id}: its drain is off, since no other worker is left")
 
     def _fail_if_hopeless(self, now: float) -> list[Command]:
         commands: list[Command] = []
@@ -143,10 +152,13 @@ class Membership:
         """Let go of drained workers on which nothing is left."""
         commands: list[Command] = []
         for worker in self._fleet.workers:
-            if not worker.draining or self._remnants(worker, now, commands):
+            if not worker.draining:
                 continue
-            self._fleet.drop(worker.worker_id)
-            commands += self._let_go(worker, now)
+            if self._is_empty(worker):
+                self._fleet.drop(worker.worker_id)
+                commands += self._let_go(worker, now)
+            else:
+                commands += self._move_remnants(worker, now)
         return commands
 
     def _let_go(self, worker: Worker, now: float) -> list[Command]:
@@ -158,17 +170,18 @@ class Membership:
     def is_retired(self, worker_id: WorkerId) -> bool:
         return worker_id in self._retired
 
-    def _remnants(self, worker: Worker, now: float, commands: list[Command]) -> bool:
-        """Whether anything is left on it; what came to be kept there since is moved, too."""
-        left = bool(worker.running)
+    def _is_empty(self, worker: Worker) -> bool:
+        """Nothing runs on it, has KV there, or is about to have KV sent from there."""
+        places = (place for record in self._roster.groups.records() for place in (record.home, record.transfer))
+        return not worker.running and all(place is None or place.worker != worker.worker_id for place in places)
+
+    def _move_remnants(self, worker: Worker, now: float) -> list[Command]:
+        """What came to be kept there since it is drained."""
+        commands: list[Command] = []
         for record in self._roster.groups.records():
-            transfer = record.transfer
-            if transfer is not None and transfer.worker == worker.worker_id:
-                left = True
-            elif record.home is not None and record.home.worker == worker.worker_id:
-                left = True
+            if record.home is not None and record.home.worker == worker.worker_id:
                 commands += self._move_away(record, now)
-        return left
+        return commands
 
     def _move_away(self, record: Record, now: float) -> list[Command]:
         """To the pool, and then what was to come; what cannot be moved is computed again elsewhere."""

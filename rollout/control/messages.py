@@ -174,6 +174,8 @@ class WorkerFacts:
     host_total_tokens: int
     token_bytes: int
     """KV of one token."""
+    computed_tokens: int = 0
+    """Positions prefilled or decoded since it was started."""
     prefill_s: tuple[float | None, ...] = ()
     """Of one token, where its position is in [2^i, 2^(i+1)), for i = 0, 1, ...; measured while the worker decodes."""
     step: Pace | None = None

@@ -1,12 +1,12 @@
 """What stops trajectories, by the configuration: who is to be stopped now, why, and what becomes of it.
 
 Where the facts are a worker's own (slices, absolute length, repetition, short memory) it looks itself after every step,
-for what the `Watch` of an assignment says.
+for what the `Watch` of an assignment says. Everything else is looked at here, after the event that may make it true.
 Decides only; changes nothing but what it remembers: deadlines, and of a batch that its tail was stopped.
 """
 
 import heapq
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from rollout.config import (
     AbortConfig,
@@ -25,7 +25,7 @@ from rollout.control.commands import RepetitionWatch, Watch
 from rollout.control.intent import Intent
 from rollout.control.lengths import Lengths
 from rollout.control.records import Record
-from rollout.types import AbortReason, Keep, Then, Version
+from rollout.types import AbortReason, Keep, Then, TrajectoryId, Version
 
 
 def _unless_told(kind: type[Section]) -> tuple[Keep, Then]:
@@ -53,7 +53,7 @@ class Policies:
         self._keep = Keep(config.keep)
         self._config = config
         self._max_resumes = max_resumes
-        self._deadlines: list[tuple[float, int, Record]] = []
+        self._deadlines: list[tuple[float, int, TrajectoryId]] = []
         self._over_long = config.policy(OverLong)
         self._stale = config.policy(Stale)
         self._tail = config.policy(Tail)
@@ -103,14 +103,15 @@ class Policies:
         if seconds is None and policy is not None:
             seconds = policy.seconds
         if seconds is not None:
-            heapq.heappush(self._deadlines, (record.group.submitted_at + seconds, record.order, record))
+            heapq.heappush(self._deadlines, (record.group.submitted_at + seconds, record.order, record.trajectory_id))
 
-    def due(self, now: float) -> Iterator[Record]:
-        """Those whose deadline has passed, each once."""
+    def due(self, find: Callable[[TrajectoryId], Record | None], now: float) -> Iterator[Record]:
+        """Those whose deadline has passed, each once; `find` knows those that were not handed out."""
         while self._deadlines and self._deadlines[0][0] <= now:
-            record = heapq.heappop(self._deadlines)[2]
-            policy = self._config.policy(Deadline)
-            if not record.over and (policy is None or self._may_stop(record, policy)):
+            _, order, trajectory_id = heapq.heappop(self._deadlines)
+            record, policy = find(trajectory_id), self._config.policy(Deadline)
+            there = record is not None and record.order == order and not record.over
+            if record is not None and there and (policy is None or self._may_stop(record, policy)):
                 yield record
 
     def too_long(self, record: Record) -> bool:
@@ -154,7 +155,7 @@ class Policies:
     def _may_stop(self, record: Record, policy: Policy) -> bool:
         """A trajectory that was resumed often enough is left alone by what would only make it wait again."""
         waits = Then(policy.then) in (Then.REQUEUE, Then.HOLD, Then.RETRY)
-        return self._max_resumes is None or not waits or len(record.resumes) < self._max_resumes
+        return self._max_resumes is None or not waits or len(record.resumes) + len(record.attempts) < self._max_resumes
 
     def _lengths(self, record: Record, policy: OverLong) -> Lengths:
         return record.group.batch.lengths if policy.of == "batch" else record.group.lengths

@@ -24,6 +24,7 @@ from rollout.types import (
     Trajectory,
     TrajectoryId,
     Turn,
+    TurnMark,
     Wait,
     WorkerId,
     trajectory_seed,
@@ -145,6 +146,8 @@ class Record:
     """Workers lost under it, one after the other, without a new token."""
     admitted_epoch: int = -1
     """The last epoch in which it was admitted."""
+    starts: int = 0
+    """Of this attempt."""
     began: bool = False
     """It was admitted once."""
     finish_reason: FinishReason | None = None
@@ -245,6 +248,17 @@ class Record:
         return Turn(wait, self.order)
 
     @property
+    def turn_mark(self) -> TurnMark:
+        """As that of its snapshot."""
+        return self.group.submitted_at, self.suspensions
+
+    @property
+    def resumable(self) -> bool:
+        """It is not over, is not about to be, and does not wait for `extend`."""
+        ends = self.intent is not None and self.intent.then in (Then.FINISH, Then.DROP)
+        return not (self.over or self.ended_turn or ends)
+
+    @property
     def held(self) -> bool:
         """It is suspended until somebody commands otherwise."""
         return self.phase is Phase.SUSPENDED and self.trajectory_id in self.group.held
@@ -318,6 +332,8 @@ class Record:
         )
         self.columns = Columns()
         self.kv_tokens = 0
+        self.starts = 0
+        self.began = False
         self.ended_turn = False
 
     def assignment(self, *, watch: Watch, max_context: int) -> Assignment:

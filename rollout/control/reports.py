@@ -46,7 +46,7 @@ class Reports:
         """What to do about it, and whether anything went on by it."""
         match event:
             case WorkerReport():
-                return bool(event.events), self._report(event, now)
+                return self._goes_on(event), self._report(event, now)
             case WorkerUp():
                 return True, self._members.up(event, now)
             case WorkerDown():
@@ -65,7 +65,16 @@ class Reports:
             case WeightsLive():
                 return True, self._weights(event, now)
             case Tick():
-                return False, self._tick(now)
+                commands = self._tick(now)
+                return bool(commands), commands
+
+    def _goes_on(self, report: WorkerReport) -> bool:
+        """Whether the worker did anything since its last report."""
+        worker = self._roster.fleet.get(report.worker)
+        before = worker.facts if worker is not None else None
+        if before is None or report.facts is None:
+            return bool(report.events)
+        return bool(report.events) or report.facts.computed_tokens != before.computed_tokens
 
     def _report(self, report: WorkerReport, now: float) -> list[Command]:
         worker = self._roster.fleet.get(report.worker)
@@ -105,6 +114,8 @@ class Reports:
             case Sampled():
                 self._roster.tally["tokens"] += record.sampled(event)
                 commands: list[Command] = []
+                if record.group.budget_spent:
+                    commands += self._roster.end_waiting(record.group, now)
                 if self._roster.policies.too_long(record):
                     commands += self._stops.fire(record, AbortReason.OVER_LONG, now)
                 if self._roster.policies.late(record, event.columns.versions):
@@ -168,7 +179,7 @@ class Reports:
 
     def _tick(self, now: float) -> list[Command]:
         self._roster.keeping.experience.age(now)
-        commands: list[Command] = []
-        for record in self._roster.policies.due(now):
+        commands = self._stops.end_overdue(now)
+        for record in self._roster.policies.due(self._roster.groups.get, now):
             commands += self._stops.fire(record, AbortReason.DEADLINE, now)
         return commands

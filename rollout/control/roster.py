@@ -3,7 +3,6 @@
 A trajectory is in the queue if and only if it is `queued`, in a worker's set if and only if it is on that worker.
 """
 
-import functools
 from collections import Counter, deque
 
 from rollout.config import AbortConfig, GroupsConfig, ResumeConfig, SliceBudget
@@ -14,7 +13,7 @@ from rollout.control.groups import Groups
 from rollout.control.intent import Home, Intent
 from rollout.control.keeping import Keeping
 from rollout.control.policies import Policies
-from rollout.control.records import Record
+from rollout.control.records import Group, Record
 from rollout.control.routing import Router, away_s, most_room, to_go
 from rollout.types import AbortReason, FinishReason, Keep, Phase, Priority, Then
 
@@ -72,37 +71,44 @@ class Roster:
         self.fleet.enqueue(record)
         return record.pooled.expect(record.turn)
 
-    def dispatch(self, now: float) -> list[Command]:
-        """Start what can be; what its group has no tokens left for is over."""
+    def end_waiting(self, group: Group, now: float) -> list[Command]:
+        """A group has no tokens left: its members that wait to go on are over."""
         commands: list[Command] = []
-        while True:
-            window = self.window
-            full = window is not None and self.groups.under_way >= window
-            may_start = functools.partial(self._may_start, full=full, now=now, ended=commands)
-            chosen = self.fleet.next_start(may_start, now)
-            if chosen is None:
-                return commands
-            commands += self._start(*chosen, now)
+        for record in group.members:
+            if record.phase is Phase.QUEUED and not _waits_for_kv_only(record):
+                self.fleet.dequeue(record)
+                commands += self.end(record, FinishReason.LENGTH, now)
+        return commands
 
-    def _may_start(self, record: Record, *, full: bool, now: float, ended: list[Command]) -> bool:
+    def dispatch(self, now: float) -> list[Command]:
+        """Start what can be."""
+        commands: list[Command] = []
+        full = self._full
+
+        def may_start(record: Record) -> bool:
+            return self._may_start(record, full=full)
+
+        for record, worker in self.fleet.starts(may_start, now):
+            commands += self._start(record, worker, now)
+            full = self._full
+        return commands
+
+    @property
+    def _full(self) -> bool:
+        """No other training group may begin."""
+        window = self.window
+        return window is not None and self.groups.under_way >= window
+
+    def _may_start(self, record: Record, *, full: bool) -> bool:
         """With a `full` window no training group begins."""
-        if record.phase is not Phase.QUEUED:
+        if full and record.priority is Priority.TRAIN and not self.groups.has_begun(record.group):
             return False
-        group = record.group
-        if full and record.priority is Priority.TRAIN and not self.groups.has_begun(group):
-            return False
-        if record.intent is not None and record.intent.then is not Then.REQUEUE:
-            return True  # for its KV only
-        if group.budget_spent:
-            self.fleet.dequeue(record)
-            ended += self.end(record, FinishReason.LENGTH, now)
-            return False
-        left = group.budget_left
-        return left is None or left > 0
+        left = record.group.budget_left
+        return left is None or left > 0 or _waits_for_kv_only(record)
 
     def _start(self, record: Record, worker: Worker, now: float) -> list[Command]:
         commands: list[Command] = []
-        record.promoting = record.intent is not None and record.intent.then is not Then.REQUEUE
+        record.promoting = _waits_for_kv_only(record)
         if not record.promoting:
             if record.stopped_for is not None:
                 self.keeping.experience.resumed(record, record.stopped_for, now - record.stopped_at)
@@ -111,7 +117,7 @@ class Roster:
             record.ended_turn = False
             if record.lost:
                 self.tally["restarts"] += 1
-            elif record.workers:
+            elif record.starts:
                 self.tally["resumes"] += 1
                 self.tally["resumed_elsewhere"] += record.worker != worker.worker_id
         record.lost = False
@@ -120,6 +126,7 @@ class Roster:
         loads = record.pooled.image is not None or record.home is not None
         record.came_from = self.settle_at(record, None)  # what is there is the worker's affair now
         record.workers.append(worker.worker_id)
+        record.starts += 1
         record.epoch += 1
         record.enter(Phase.RESTORING if loads else Phase.PREFILLING)
         self.groups.begin(record.group)
@@ -194,3 +201,8 @@ class Roster:
         self.groups.ended(record)
         self.ended.append(record)
         return [*self.leave_home(record), *record.pooled.replace(None)]
+
+
+def _waits_for_kv_only(record: Record) -> bool:
+    """A queued trajectory is to be held, on a worker that has its KV."""
+    return record.intent is not None and record.intent.then is not Then.REQUEUE

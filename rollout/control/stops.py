@@ -1,5 +1,6 @@
 """Stops trajectories: for drivers, for policies, for one that goes first, and for a quota that is met."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -57,13 +58,14 @@ class Stops:
             if ended.phase is Phase.FAILED:
                 commands += self._group_failed(ended, now)
             discarded = self._roster.groups.get(ended.trajectory_id) is None
-            if self._roster.collection is not None and ended.group.over and not discarded:
+            counts = ended.group.over and not discarded and ended.priority is Priority.TRAIN
+            if self._roster.collection is not None and counts:
                 self._roster.collection.over.add(ended.group_id)
             for record, reason in self._roster.policies.after_end(ended):
                 commands += self.fire(record, reason, now)
         collection = self._roster.collection
-        if collection is not None and collection.stop_when_met and self._roster.groups.complete >= collection.wanted:
-            commands += self.end_collection(now)
+        if collection is not None and collection.stop_when_met and self._roster.groups.collected >= collection.wanted:
+            commands += self.end_collection(collection.call, now)
         return commands
 
     def _group_failed(self, failed: Record, now: float) -> list[Command]:
@@ -95,7 +97,8 @@ class Stops:
         leaving = [record for record in running if record.intent is not None]
         able = [record for record in running if record.intent is None and record.priority is Priority.TRAIN]
         able.sort(key=lambda record: -record.order)
-        waiting = [record for record in queued if record.priority is Priority.EVAL and _lacks_a_place(record)]
+        evaluation = itertools.takewhile(lambda record: record.priority is Priority.EVAL, queued)
+        waiting = [record for record in evaluation if _lacks_a_place(record)]
         commands: list[Command] = []
         for record in sorted(waiting, key=lambda record: record.home is None):
             made = _in_reach(record, leaving)
@@ -108,38 +111,43 @@ class Stops:
 
     # Collecting ---------------------------------------------------------------------------------------
 
-    def begin_collection(self, wanted: int, over_sample: float, *, stop_when_met: bool, now: float) -> list[Command]:
-        """Have groups run until `wanted` are complete, and no more than these and a share of `over_sample` at once.
+    def begin_collection(self, collection: Collection, now: float) -> list[Command]:
+        """Have groups run until as many as wanted are complete, and no more than these and some more at once.
 
-        What an earlier collection left goes on, unless enough are complete already.
+        What an earlier collection left goes on, unless enough are complete already. One that is under way ends.
         """
-        complete = self._roster.groups.complete
-        self._roster.collection = Collection(
-            wanted=wanted, over_sample=over_sample, stop_when_met=stop_when_met, begun_with=complete
-        )
+        collection = replace(collection, begun_with=self._roster.groups.collected, over=set())
+        self._roster.collection = collection
         commands: list[Command] = []
-        if stop_when_met and complete >= wanted:
+        if collection.stop_when_met and collection.begun_with >= collection.wanted:
             return self.after_ends(now)
         for record in self._roster.groups.records():
-            if record.ended_turn:
-                continue
-            if record.phase is Phase.SUSPENDED and record.abort_reason is AbortReason.QUOTA:
-                commands += self._roster.enqueue(record, now)
-            elif record.intent is not None and record.intent.reason is AbortReason.QUOTA:
-                record.intent = replace(record.intent, then=Then.REQUEUE)
-                commands += record.pooled.expect(record.turn)
+            reason = record.intent.reason if record.intent is not None else record.abort_reason
+            if reason is AbortReason.QUOTA and not record.ended_turn:
+                commands += self._suspensions.resume(record, now)
         return commands + self.after_ends(now)
 
-    def reject(self) -> None:
+    def reject(self, call: str) -> None:
         """A group that was complete does not count: another may be begun for it."""
-        if self._roster.collection is not None:
+        if self.collects(call) and self._roster.collection is not None:
             self._roster.collection.rejected += 1
 
-    def end_collection(self, now: float) -> list[Command]:
+    def collects(self, call: str) -> bool:
+        """Whether this collection is under way: it has not ended, and no other took its place."""
+        return self._roster.collection is not None and self._roster.collection.call == call
+
+    def end_overdue(self, now: float) -> list[Command]:
+        """End a collection whose driver does not."""
+        collection = self._roster.collection
+        return self.end_collection(collection.call, now) if collection is not None and now >= collection.ends_at else []
+
+    def end_collection(self, call: str, now: float) -> list[Command]:
         """Enough: what is not over is stopped and held for the next collection, unless it is to run on. Evaluation does
         in any case."""
-        collection, self._roster.collection = self._roster.collection, None
-        if collection is None or self._roster.rules.rest == "withhold":
+        if not self.collects(call):
+            return []
+        self._roster.collection = None
+        if self._roster.rules.rest == "withhold":
             return []
         commands: list[Command] = []
         intent = self._roster.policies.intent(AbortReason.QUOTA)

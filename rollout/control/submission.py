@@ -16,7 +16,8 @@ class Submission:
     """One for each sample."""
     seeds: tuple[int, ...]
     """Likewise."""
-    metadata: dict[str, Any] = field(default_factory=dict)
+    metadata: dict[str, Any] = field(default_factory=dict, compare=False)
+    """Not looked at: of two submissions that are otherwise equal, the first one's counts."""
     priority: Priority = Priority.TRAIN
     deadline_s: float | None = None
     """After which it is stopped; None: what the policy says, if there is one."""

@@ -222,6 +222,7 @@ class Engine:
             host_free_tokens=tiered.room_on_host * cache.page_tokens,
             host_total_tokens=tiered.total(Tier.HOST) * cache.page_tokens,
             token_bytes=self._rates.token_bytes,
+            computed_tokens=self._prefilled + self._decoded,
             prefill_s=paces.prefill_s,
             step=paces.step,
             restore=paces.restore,

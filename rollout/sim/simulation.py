@@ -5,10 +5,12 @@ its calls take none. The time of the controller itself is not modelled.
 """
 
 import itertools
+import math
 from collections.abc import Callable, Generator, Iterable, Sequence
 
 from rollout.config import AbortConfig, EngineConfig, GroupsConfig, HostConfig, Memory, ResumeConfig
 from rollout.control.aborts import AbortTicket
+from rollout.control.collection import Collection
 from rollout.control.commands import (
     Command,
     Drop,
@@ -126,9 +128,11 @@ class Simulation:
     def collect(self, count: int, *, over_sample: float = 0.0) -> Collecting:
         """`yield from` it for the next `count` groups, or as many as there are; what is not finished then is held for
         the next call, or goes on (`groups.rest`)."""
-        self.carry_out(self.controller.begin_collection(count, over_sample, stop_when_met=True, now=self.now))
+        call = f"call {next(self._calls)}"
+        begin = Collection(call=call, wanted=count, over_sample=over_sample, stop_when_met=True, ends_at=math.inf)
+        self.carry_out(self.controller.begin_collection(begin, self.now))
         yield lambda: self.controller.complete_groups >= min(count, self.controller.coming_groups)
-        self.carry_out(self.controller.end_collection(self.now))
+        self.carry_out(self.controller.end_collection(call, self.now))
         return self.take(count)
 
     def carry_out(self, commands: Iterable[Command]) -> None:

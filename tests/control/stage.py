@@ -4,11 +4,13 @@ Time passes only by `wait`. Every call checks that all that was submitted is acc
 commands that it led to, but those of `turns`.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rollout.config import AbortConfig, GroupsConfig, ResumeConfig
 from rollout.control.aborts import AbortTicket
+from rollout.control.collection import Collection
 from rollout.control.commands import Command, Expect, Export, KeepThere, Recall, Start, Stop
 from rollout.control.controller import Controller
 from rollout.control.messages import (
@@ -281,14 +283,17 @@ class Stage:
         return self.take_note(self.controller.discard(ids, self.now)[1])
 
     def collect(self, groups: int, over_sample: float = 0.0, *, stop_when_met: bool = True) -> list[Command]:
-        commands = self.controller.begin_collection(groups, over_sample, stop_when_met=stop_when_met, now=self.now)
+        begin = Collection(
+            call="collect", wanted=groups, over_sample=over_sample, stop_when_met=stop_when_met, ends_at=math.inf
+        )
+        commands = self.controller.begin_collection(begin, self.now)
         return self.take_note(commands)
 
     def end_collection(self) -> list[Command]:
-        return self.take_note(self.controller.end_collection(self.now))
+        return self.take_note(self.controller.end_collection("collect", self.now))
 
     def reject(self) -> list[Command]:
-        return self.take_note(self.controller.reject(self.now))
+        return self.take_note(self.controller.reject("collect", self.now))
 
     def drain(self, worker: WorkerId) -> list[Command]:
         return self.take_note(self.controller.drain(worker, self.now)[1])

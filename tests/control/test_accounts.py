@@ -196,7 +196,7 @@ def act(stage: Stage, luck: Random, submitted: set[str]) -> None:
             worker = luck.choice([W1, W2])
             stage.down(worker)
             stage.up(worker, room=2)
-            for t in (each.trajectory_id for each in stage.controller.ended_turns()):
+            for t in (each.trajectory_id for each in stage.controller.turns({}, 999)):
                 if luck.random() < 0.5 and stage.record(t).tokens < 50:
                     stage.extend(t, [7, 8])
         case _:

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.types import AbortReason, FinishReason, Phase, Then, TrajectoryId
+from rollout.control.collection import Collection
+from rollout.types import AbortReason, FinishReason, Phase, Priority, Then, TrajectoryId
 from tests.control.stage import W1, W2, Stage, member, start_of, stopped, submission
 
 
@@ -303,3 +304,64 @@ def live(stage: Stage, luck: Random, length: dict[TrajectoryId, int], slices: in
     elif slices is not None and len(record.columns) % slices == 0:
         stage.park(t, AbortReason.SLICE_BUDGET)
         stage.answer_all()
+
+
+# Several collections, and what does not count ------------------------------------------------------
+
+
+def collection(call: str, wanted: int, *, ends_at: float = math.inf) -> Collection:
+    return Collection(call=call, wanted=wanted, over_sample=0.0, stop_when_met=False, ends_at=ends_at)
+
+
+def test_the_end_of_one_that_another_took_the_place_of_stops_nothing() -> None:
+    stage = Stage(W1, room=99)
+    for group in ("a", "b"):
+        stage.submit(group)
+    controller = stage.controller
+    controller.begin_collection(collection("first", 1), stage.now)
+    controller.begin_collection(collection("second", 2), stage.now)
+    assert controller.collected("first") == math.inf
+    assert controller.end_collection("first", stage.now) == []
+    assert controller.reject("first", stage.now) == []
+    assert controller.collected("second") == 0
+    assert stopped(controller.end_collection("second", stage.now)) == [member("a"), member("b")]
+
+
+def test_one_whose_driver_is_gone_ends_by_itself() -> None:
+    stage = Stage(W1, room=99)
+    stage.controller.begin_collection(collection("lost", 1, ends_at=stage.now + 10.0), stage.now)
+    stage.submit("a")
+    stage.submit("b")
+    assert stage.running == {member("a")}
+    assert stopped(stage.wait(9.0)) == []
+    assert stopped(stage.wait(1.0)) == [member("a")]
+    stage.answer_all()
+    stage.submit("c")
+    assert stage.running == {member("c")}, "there is no window any more"
+
+
+def test_evaluation_counts_neither_as_collected_nor_as_under_way() -> None:
+    stage = Stage(W1, room=99)
+    for group in ("a", "b", "c"):
+        stage.submit(group)
+    stage.collect(2)
+    stage.submit("e", priority=Priority.EVAL)
+    stage.submit("f", priority=Priority.EVAL)
+    for group in ("e", "f"):
+        assert stopped(stage.finish(member(group), 1)) == []
+    assert stage.controller.collected("collect") == 0
+    stage.finish(member("a"), 1)
+    assert stopped(stage.finish(member("b"), 1)) == [member("c")]
+    taken = stage.controller.take_collected(9, "call")
+    assert [delivery.group_id for delivery in taken] == ["a", "b"]
+    assert {delivery.group_id for delivery in stage.take()} == {"e", "f"}
+
+
+def test_parts_of_a_group_are_no_group() -> None:
+    stage = Stage(W1, room=99)
+    stage.submit("a", n=2, partial=True)
+    stage.collect(1)
+    assert stopped(stage.finish(TrajectoryId("a/0"), 1)) == []
+    assert stage.controller.collected("collect") == 0
+    stage.finish(TrajectoryId("a/1"), 1)
+    assert stage.controller.collected("collect") == 1

@@ -49,7 +49,7 @@ def test_what_waits_for_an_extend_is_not_set_going_by_an_abort_that_requeues(dur
     commands += scene.handle(exported(image(7, "a"))) if during_export else []
     assert starts(commands) == []
     assert (ticket.done, scene.phase(), scene.controller.coming_groups) == (True, Phase.SUSPENDED, 0)
-    assert [trajectory.trajectory_id for trajectory in scene.controller.ended_turns()] == [T]
+    assert [trajectory.trajectory_id for trajectory in scene.controller.turns({}, 999)] == [T]
 
 
 @pytest.mark.parametrize("reason", [None, AbortReason.TURN])

@@ -57,10 +57,7 @@ def dispatch(fleet: Fleet, *records: Record, now: float = 0.0) -> list[tuple[int
     """Order and worker of all that start when `records` are queued."""
     for record in records:
         fleet.enqueue(record)
-    started = []
-    while (chosen := fleet.next_start(lambda record: True, now)) is not None:
-        started.append((chosen[0].order, chosen[1].worker_id))
-    return started
+    return [(record.order, worker.worker_id) for record, worker in fleet.starts(lambda record: True, now)]
 
 
 def test_the_oldest_starts_first_however_it_was_queued() -> None:

@@ -178,7 +178,7 @@ def test_what_waits_for_its_caller_is_moved_and_waits_still() -> None:
     stage.drain(W1)
     stage.answer_all()
     assert retired(stage) == [W1]
-    assert [each.trajectory_id for each in stage.controller.ended_turns()] == [A]
+    assert [each.trajectory_id for each in stage.controller.turns({}, 999)] == [A]
     stage.extend(A, [7])
     assert start_of(stage.commands, A).worker == W2
 
@@ -257,15 +257,15 @@ def test_a_worker_that_is_killed_while_it_is_drained_is_out_of_service_and_costs
     assert stage.controller.counters.workers_lost == 1
 
 
-def test_if_the_other_worker_is_lost_for_good_during_a_drain_what_waits_fails_when_that_is_over() -> None:
-    """It would wait for ever otherwise."""
+def test_if_the_other_worker_is_lost_for_good_during_a_drain_the_drain_is_off() -> None:
+    """Nothing would be left to run on otherwise."""
     stage = two()
     stage.drain(W1)
     stage.down(W2, final=True)
     stage.answer_all()
-    errors = [delivery.trajectories[0].error for delivery in stage.take()]
-    assert len(errors) == 2
-    assert all("no worker is left" in str(error) for error in errors)
+    assert stage.running == {A, B}
+    assert all(stage.record(t).worker == W1 for t in (A, B))
+    assert any("its drain is off" in trouble for trouble in stage.controller.troubles)
 
 
 def test_a_worker_that_is_lost_for_good_after_its_drain_gives_up_nothing() -> None:

@@ -31,7 +31,7 @@ def test_a_stop_ends_a_turn_and_the_trajectory_waits_for_its_caller() -> None:
     stage = waiting()
     assert start_of(stage.commands, A).assignment.watch.turns
     assert (stage.phase(A), stage.controller.suspended) == (Phase.SUSPENDED, {"waiting": 1})
-    (partial,) = stage.controller.ended_turns()
+    (partial,) = stage.controller.turns({}, 999)
     assert (partial.trajectory_id, partial.output_ids, partial.finish_reason) == (A, (100, 101, 102), None)
     assert stage.controller.coming_groups == 0
     assert not stage.controller.busy
@@ -82,7 +82,7 @@ def test_it_may_be_extended_while_its_kv_is_put_away() -> None:
     stage.park(A, AbortReason.TURN)
     assert stage.phase(A) is Phase.SUSPENDING
     stage.extend(A, [7])
-    assert stage.controller.ended_turns() == []
+    assert stage.controller.turns({}, 999) == []
     stage.answer_all()
     assert stage.running == {A}
     assert list(start_of(stage.commands, A).assignment.output.ids) == [100, 101, 102, 7]
@@ -172,7 +172,7 @@ def test_what_ends_a_turn_as_it_is_to_give_way_waits_for_its_caller() -> None:
     stage.answer_all()
     stage.finish(member("e"), 1)
     assert stage.phase(A) is Phase.SUSPENDED
-    assert [each.trajectory_id for each in stage.controller.ended_turns()] == [A]
+    assert [each.trajectory_id for each in stage.controller.turns({}, 999)] == [A]
 
 
 def test_to_finish_it_where_it_waits_is_to_stop_by_itself() -> None:
@@ -180,7 +180,7 @@ def test_to_finish_it_where_it_waits_is_to_stop_by_itself() -> None:
     stage.abort(A, then=Then.FINISH)
     trajectory = stage.take_one()
     assert (trajectory.finish_reason, trajectory.abort_reason) == (FinishReason.STOP, None)
-    assert stage.controller.ended_turns() == []
+    assert stage.controller.turns({}, 999) == []
 
 
 def test_what_waits_may_be_dropped_discarded_and_begun_again() -> None:
@@ -188,7 +188,7 @@ def test_what_waits_may_be_dropped_discarded_and_begun_again() -> None:
         stage = waiting()
         stage.abort(A, then=then)
         assert stage.phase(A) is (Phase.DROPPED if then is Then.DROP else Phase.PREFILLING)
-        assert stage.controller.ended_turns() == []
+        assert stage.controller.turns({}, 999) == []
     stage = waiting()
     stage.discard(A)
     assert stage.find(A) is None
@@ -198,7 +198,7 @@ def test_a_turn_that_was_extended_is_no_more_waiting_when_a_driver_stops_it() ->
     stage = waiting()
     stage.extend(A, [7])
     stage.hold(A)
-    assert stage.controller.ended_turns() == []
+    assert stage.controller.turns({}, 999) == []
     stage.resume(A)
     assert stage.running == {A}
 
@@ -213,7 +213,7 @@ def test_what_waits_loses_its_kv_and_nothing_else_with_its_worker() -> None:
     stage.park(A, AbortReason.TURN)
     stage.answer_all()
     stage.down(home)
-    assert [each.trajectory_id for each in stage.controller.ended_turns()] == [A]
+    assert [each.trajectory_id for each in stage.controller.turns({}, 999)] == [A]
     stage.extend(A, [7])
     other = W2 if home == W1 else W1
     assert started(stage.commands)[-1] == (other, A)
@@ -226,7 +226,7 @@ def test_turns_are_told_oldest_first() -> None:
     for group in "cab":
         stage.park(member(group), AbortReason.TURN)
         stage.answer_all()
-    assert [each.group_id for each in stage.controller.ended_turns()] == ["a", "b", "c"]
+    assert [each.group_id for each in stage.controller.turns({}, 999)] == ["a", "b", "c"]
 
 
 def test_a_group_is_not_over_while_a_member_waits() -> None:

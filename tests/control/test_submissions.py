@@ -65,7 +65,6 @@ def test_an_equal_resubmission_of_a_finished_group_does_not_run_it_again() -> No
         {"prompt_ids": (*PROMPT, 6)},
         {"seeds": (1,)},
         {"sampling": (SamplingParams(max_new_tokens=7),)},
-        {"metadata": {"key": "other"}},
     ],
     ids=lambda change: next(iter(change)),
 )

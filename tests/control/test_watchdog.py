@@ -1,6 +1,7 @@
 """Case E3: for how long nothing went on although something could, and what is told of it."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -39,15 +40,38 @@ def test_what_runs_and_is_not_heard_of_is_stalled_since_it_was_heard_of_last() -
     assert stalled(stage, 50.0) == pytest.approx(50.0)
 
 
-@pytest.mark.parametrize("what", ["no worker", "export", "move"])
-def test_whatever_is_waited_for_counts(what: str) -> None:
-    stage = Stage(*([] if what == "no worker" else [W1]), size=1)
+@pytest.mark.parametrize("keep", [Keep.POOL, Keep.HOST])
+def test_whatever_is_waited_for_counts(keep: Keep) -> None:
+    stage = Stage(W1)
     stage.submit("a")
-    if what != "no worker":
-        stage.sample(A, 2)
-        stage.abort(A, keep=Keep.POOL if what == "export" else Keep.HOST)
-        stage.park(A)
+    stage.sample(A, 2)
+    stage.abort(A, keep=keep)
+    stage.park(A)
     assert stalled(stage) == pytest.approx(100.0)
+
+
+def test_while_every_worker_is_still_coming_nothing_is_stalled() -> None:
+    """They have a deadline of their own, after which there is no worker left."""
+    stage = Stage(size=1)
+    stage.submit("a")
+    assert stalled(stage) == 0.0
+    stage.up(W1)
+    assert stalled(stage) == pytest.approx(100.0)
+
+
+def test_a_worker_that_computes_is_heard_of_without_events() -> None:
+    """Such as one that prefills for long."""
+    stage = Stage(W1)
+    stage.submit("a")
+    stage.report(W1, facts=facts())
+    for computed in (100, 200):
+        stage.wait(100.0)
+        assert stage.controller.stalled_s(stage.now) == pytest.approx(100.0)
+        stage.report(W1, facts=replace(facts(), computed_tokens=computed))
+        assert stage.controller.stalled_s(stage.now) == 0.0
+    stage.wait(100.0)
+    stage.report(W1, facts=replace(facts(), computed_tokens=200))
+    assert stage.controller.stalled_s(stage.now) == pytest.approx(100.0)
 
 
 def test_what_is_held_or_waits_for_its_caller_is_not_stalled() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from rollout.config import AbortConfig, GroupsConfig, ResumeConfig, Stale
 from rollout.control.aborts import AbortTicket
+from rollout.control.collection import Collection
 from rollout.control.commands import Command, Drop, Expect, Export, KeepThere, Recall, Release, Retain, Retire, Start
 from rollout.control.controller import Controller
 from rollout.control.intent import Transfer
@@ -258,20 +259,23 @@ class World:
         self.stops_at = wanted if stop_when_met else None
         self.collected |= stop_when_met
         self.holding -= {r.trajectory_id for r in self.records if r.abort_reason is AbortReason.QUOTA}
-        commands = self.controller.begin_collection(wanted, over_sample, stop_when_met=stop_when_met, now=self.now)
+        begin = Collection(
+            call="collect", wanted=wanted, over_sample=over_sample, stop_when_met=stop_when_met, ends_at=math.inf
+        )
+        commands = self.controller.begin_collection(begin, self.now)
         self.carry_out(commands)
 
     def reject(self) -> None:
         self.now += 1
         if self.window is not None:
             self.window += 1
-        self.carry_out(self.controller.reject(self.now))
+        self.carry_out(self.controller.reject("collect", self.now))
 
     def end_collection(self) -> None:
         self.now += 1
         self.window = self.stops_at = None
         self.collected = True
-        self.carry_out(self.controller.end_collection(self.now))
+        self.carry_out(self.controller.end_collection("collect", self.now))
 
     def pause(self) -> None:
         self.now += 1
@@ -344,7 +348,8 @@ class World:
         retries = sum(attempt.error is None for attempt in record.attempts)
         if retries > self.retries[t]:
             self.retries[t] = retries
-            self.to_hold.discard(t)  # whoever said that it begins again
+            if record.phase is not Phase.SUSPENDED:  # what was held when a policy had it begin again stays held
+                self.to_hold.discard(t)
         queued = record.phase is Phase.QUEUED and record.intent is None
         if (record.on_worker and not record.promoting) or queued or record.over:
             self.holding.discard(t)
@@ -751,7 +756,7 @@ class World:
     def _take_turns(self, *, collecting: bool) -> None:
         """What ended a turn is extended, or finished in the end; what else is held goes on."""
         extended = Counter(t for t, _, _ in self.extensions)
-        for trajectory in self.controller.ended_turns():
+        for trajectory in self.controller.turns({}, 999):
             t = trajectory.trajectory_id
             if extended[t] < MOST_EXTENSIONS and len(trajectory.prompt_ids) + len(trajectory.output_ids) + 2 < CONTEXT:
                 self.extend(t, 2)
@@ -794,7 +799,8 @@ class World:
         assert accounts.acknowledged + sum(accounts.dropped.values()) == accounts.submitted == counters.trajectories
         assert counters.displaced_images <= self.displaced_images
         again = len(self.started) - len({t for t, _ in self.started}) - self.promotions
-        assert counters.resumes + counters.restarts == again
+        first = sum(self.retries.values()) + counters.retries  # starts of other attempts are no resumes
+        assert again - first <= counters.resumes + counters.restarts <= again
         if not self.books.discarded:  # of these nobody sees the tokens
             ends = [t for delivery in self.books.arrived for t in (*delivery.trajectories, *delivery.dropped)]
             attempts = [run for t in ends for attempt in t.attempts for run in attempt.versions]
