@@ -159,7 +159,7 @@ def test_a_trajectory_moves_between_all_places() -> None:
 
 @pytest.mark.parametrize("keep", KEEPS)
 def test_collecting_holds_what_is_left_for_the_next_time(keep: str) -> None:
-    simulation = Simulation(rates(), workers=workers, engine=ENGINE, abort=keeping(keep), check=True)
+    simulation = Simulation(rates(), workers=2, engine=ENGINE, abort=keeping(keep), check=True)
     submissions = workload(6, 4, prompt=13, lengths=(5, 60))
     rounds: list[list[str]] = []
 
