@@ -6,13 +6,14 @@ loses at most twice what it must. Then it is stranded: its KV is to be moved, or
 """
 
 import bisect
+import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from rollout.control.messages import WorkerFacts, WorkerUp
 from rollout.control.records import Record
-from rollout.types import GroupId, NodeId, Priority, TrajectoryId, WorkerId
+from rollout.types import GroupId, NodeId, Phase, Priority, TrajectoryId, WorkerId
 
 TURNOVER_S = 5.0
 """Over which it is averaged for what KV a worker takes pages."""
@@ -181,8 +182,11 @@ class Fleet:
         drained, self._queue = self._queue, []
         return drained
 
-    def starts(self, may_start: Callable[[Record], bool], now: float) -> Iterator[tuple[Record, Worker]]:
-        """Take those that start now out of the queue, one after the other, each with the worker it starts on.
+    def starts(
+        self, may_start: Callable[[Record], bool], now: float, *, among: Iterable[Record] | None = None
+    ) -> Iterator[tuple[Record, Worker]]:
+        """Take those that start now out of the queue, one after the other, each with the worker it starts on. `among`
+        names all of training that may start, where these are few.
 
         A start may only make `may_start` refuse more. With `prefer_other`, room goes first to trajectories that left
         another worker; no room stays empty for that.
@@ -191,13 +195,13 @@ class Fleet:
         if not free or not self._queue or self.paused:
             return
         if self._prefer_other:
-            for record in self._in_turn():
+            for record in self._in_turn(among):
                 others = [worker for worker in free if worker.worker_id != record.worker]
                 if record.workers and self._home(record) is None and others and may_start(record):
                     yield self._assign(record, self._choose(record, others))
                     if not (free := self._free()):
                         return
-        for record in self._in_turn():
+        for record in self._in_turn(among):
             if not may_start(record):
                 continue
             home, best = self._home(record), self._choose(record, free)
@@ -223,11 +227,21 @@ class Fleet:
             record.refused_at = now
         return now - record.refused_at >= self._patience(record)
 
-    def _in_turn(self) -> list[Record]:
+    @property
+    def evaluation(self) -> list[Record]:
+        """Queued, and to go first."""
+        return list(itertools.takewhile(lambda record: record.priority is Priority.EVAL, self._queue))
+
+    def _in_turn(self, among: Iterable[Record] | None) -> list[Record]:
+        if among is None:
+            queue = list(self._queue)
+        else:
+            queued = (record for record in among if record.phase is Phase.QUEUED)
+            queue = [*self.evaluation, *sorted(queued, key=_order)]
         if self._to_go is None:
-            return list(self._queue)
+            return queue
         to_go = self._to_go
-        return sorted(self._queue, key=lambda record: (_order(record)[0], -to_go(record), record.order))
+        return sorted(queue, key=lambda record: (_order(record)[0], -to_go(record), record.order))
 
     def _home(self, record: Record) -> Worker | None:
         return self._workers.get(record.home.worker) if record.home is not None else None

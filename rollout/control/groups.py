@@ -111,6 +111,15 @@ class Groups:
     def has_begun(self, group: Group) -> bool:
         return group.group_id in self._begun
 
+    def begun_and_queued(self) -> list[Record]:
+        """Members of training groups that have begun, which are queued."""
+        return [
+            member
+            for group_id in self._begun
+            for member in self._groups[group_id].members
+            if member.phase is Phase.QUEUED
+        ]
+
     @property
     def under_way(self) -> int:
         """Groups of which a member was started once, that are not over, and of which none is on hold."""

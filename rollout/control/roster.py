@@ -88,7 +88,8 @@ class Roster:
         def may_start(record: Record) -> bool:
             return self._may_start(record, full=full)
 
-        for record, worker in self.fleet.starts(may_start, now):
+        among = self.groups.begun_and_queued() if full else None
+        for record, worker in self.fleet.starts(may_start, now, among=among):
             commands += self._start(record, worker, now)
             full = self._full
         return commands

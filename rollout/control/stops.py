@@ -1,6 +1,5 @@
 """Stops trajectories: for drivers, for policies, for one that goes first, and for a quota that is met."""
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -84,8 +83,8 @@ class Stops:
     def make_way(self, now: float) -> list[Command]:
         """Evaluation that waits takes the place of the youngest training trajectories; of those on the worker that has
         its KV, if one has."""
-        queued = self._roster.fleet.queued
-        if self._roster.fleet.paused or not queued or queued[0].priority is not Priority.EVAL:
+        evaluation = self._roster.fleet.evaluation
+        if self._roster.fleet.paused or not evaluation:
             return []
         running = [
             record
@@ -97,7 +96,6 @@ class Stops:
         leaving = [record for record in running if record.intent is not None]
         able = [record for record in running if record.intent is None and record.priority is Priority.TRAIN]
         able.sort(key=lambda record: -record.order)
-        evaluation = itertools.takewhile(lambda record: record.priority is Priority.EVAL, queued)
         waiting = [record for record in evaluation if _lacks_a_place(record)]
         commands: list[Command] = []
         for record in sorted(waiting, key=lambda record: record.home is None):
