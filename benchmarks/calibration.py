@@ -18,8 +18,7 @@ from pydantic import Field, PositiveInt
 from benchmarks.measure import MeasurementError
 from benchmarks.moves import POLL_S, TIMEOUT_S, Scene
 from rollout.config import Section
-from rollout.control.costs import prefill_s
-from rollout.control.messages import Pace
+from rollout.control.paces import Pace
 from rollout.errors import DeadlineError
 from rollout.model.spec import read_spec
 from rollout.sim.machine import MachineRates
@@ -75,9 +74,9 @@ def calibrate(settings: Calibration, model: Path, cpus: int) -> tuple[MachineRat
     paces = {name: fit(each) for name, each in moved.items()}
     step, kv_token_s = steps
     longest = (max(settings.sizes) - 1).bit_length()
-    prefill = tuple(prefill_s(facts.prefill_s, 1 << i, (1 << i) + 1) for i in range(longest))
+    prefill = tuple(facts.prefill.seconds(1 << i, (1 << i) + 1) for i in range(longest))
     if not all(prefill):
-        raise MeasurementError(f"the worker did not measure prefill of all sizes: {facts.prefill_s}")
+        raise MeasurementError(f"the worker did not measure prefill of all sizes: {facts.prefill}")
     page_tokens = scene.client.config.engine.page_tokens or 16
     rates = MachineRates(
         prefill_s=prefill,

@@ -21,7 +21,8 @@ from benchmarks.measure import MeasurementError
 from rollout.config import AbortConfig, EngineConfig, GroupsConfig, HostConfig, ResumeConfig, Section
 from rollout.control.controller import Controller
 from rollout.control.fleet import Worker
-from rollout.control.messages import Pace, WorkerReport, WorkerUp
+from rollout.control.messages import WorkerReport, WorkerUp
+from rollout.control.paces import Pace
 from rollout.control.submission import Submission
 from rollout.errors import RolloutError
 from rollout.sim.machine import MachineRates, rising_prefill

@@ -12,10 +12,10 @@ meanwhile, and before it is long the KV moves (`Fleet`).
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rollout.control.messages import Pace, WorkerFacts
+from rollout.control.messages import WorkerFacts
+from rollout.control.paces import Pace, seconds_at
 from rollout.types import Keep
 
 SAFE_SHARE = 0.5
@@ -55,7 +55,7 @@ class Case:
 def costs_s(case: Case) -> dict[Keep, float]:
     """Expected cost of each place, cheapest to hold first: equal costs are decided in this order."""
     useful = case.likely * case.same_weights
-    recompute = prefill_s(case.worker.prefill_s, case.shared_tokens, case.kv_tokens)
+    recompute = case.worker.prefill.seconds(case.shared_tokens, case.kv_tokens)
     in_vain = case.likely * (1.0 - case.same_weights) * recompute
     if not useful:
         return {Keep.DEVICE: math.inf, Keep.HOST: math.inf, Keep.POOL: math.inf, Keep.NONE: in_vain}
@@ -64,39 +64,18 @@ def costs_s(case: Case) -> dict[Keep, float]:
     arriving = min(1.0, moving + case.place_share)
     survives = _survival(case)
     device = useful * (1.0 - survives) * recompute
-    host = moving * _seconds(case.worker.save, nbytes)
-    host += useful * arriving * _seconds(case.worker.load, nbytes)
+    host = moving * seconds_at(case.worker.save, nbytes)
+    host += useful * arriving * seconds_at(case.worker.load, nbytes)
     new_bytes = (case.kv_tokens - case.pooled_tokens) * case.worker.token_bytes
     displaced = min(1.0, max(0.0, new_bytes - case.pool_free_bytes) / new_bytes) if new_bytes else 0.0
-    pool = moving * _seconds(case.export, new_bytes) if new_bytes else 0.0
-    pool += useful * (arriving * _seconds(case.worker.restore, nbytes) + displaced * recompute)
+    pool = moving * seconds_at(case.export, new_bytes) if new_bytes else 0.0
+    pool += useful * (arriving * seconds_at(case.worker.restore, nbytes) + displaced * recompute)
     return {
         Keep.DEVICE: device + in_vain if survives or not recompute else math.inf,
         Keep.HOST: host + in_vain if case.kv_tokens <= case.worker.host_free_tokens else math.inf,
         Keep.POOL: pool + in_vain if nbytes <= case.pool_budget_bytes else math.inf,
         Keep.NONE: useful * recompute + in_vain,
     }
-
-
-def prefill_s(token_s: Sequence[float | None], start: int, end: int) -> float:
-    """Seconds to compute positions [start, end), by what tokens of each range [2^i, 2^(i+1)) took."""
-    total = 0.0
-    position = start
-    while position < end:
-        bucket = max(0, position.bit_length() - 1)
-        stop = min(end, 2 << bucket)
-        total += (stop - position) * _of_bucket(token_s, bucket)
-        position = stop
-    return total
-
-
-def _of_bucket(token_s: Sequence[float | None], bucket: int) -> float:
-    """What was measured there, or else next to it, shorter contexts first; 0 if nothing was."""
-    for index in [*range(min(bucket, len(token_s) - 1), -1, -1), *range(bucket + 1, len(token_s))]:
-        seconds: float | None = token_s[index]
-        if seconds is not None:
-            return seconds
-    return 0.0
 
 
 def _survival(case: Case) -> float:
@@ -107,7 +86,3 @@ def _survival(case: Case) -> float:
         return 0.0
     taken = case.turnover_tokens_s * case.wait_s
     return (1.0 - case.lost_share) * min(1.0, max(0.0, (free - taken) / (free - SAFE_SHARE * free)))
-
-
-def _seconds(pace: Pace | None, nbytes: float) -> float:
-    return pace.seconds(nbytes) if pace is not None else 0.0

@@ -9,8 +9,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 from rollout.control.intent import Intent
-from rollout.control.messages import Pace
-from rollout.control.paces import PaceMeter
+from rollout.control.paces import Pace, PaceMeter
 from rollout.control.records import Record
 from rollout.types import AbortReason, Then
 

@@ -156,7 +156,6 @@ class Groups:
         """`record` is over; with the last of its group the group is complete."""
         group = record.group
         del group.batch.open[record.trajectory_id]
-        group.batch.over += 1
         if record.phase is Phase.DROPPED:
             assert record.abort_reason is not None, f"{record.trajectory_id} was dropped for no reason"
             self._dropped[record.abort_reason] += 1

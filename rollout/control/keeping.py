@@ -19,7 +19,7 @@ PROBE_EVERY = 16
 """Decisions against a place, after which one goes there all the same, so that what it costs is measured again."""
 PROBE_FACTOR = 2.0
 """A place that costs more than so many times the best is not tried."""
-UNKNOWN = WorkerFacts(free_tokens=0, total_tokens=0, host_free_tokens=0, host_total_tokens=0, token_bytes=0)
+UNKNOWN = WorkerFacts(free_tokens=0, host_free_tokens=0, token_bytes=0)
 
 
 class Keeping:

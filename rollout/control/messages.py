@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rollout.control.paces import Pace, PrefillTimes
 from rollout.types import (
     AbortReason,
     Columns,
@@ -151,33 +152,19 @@ class Freed(WorkerEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
-    """What moving or computing something takes: `fixed_s` and `unit_s` for each token, byte or sequence of it."""
-
-    fixed_s: float
-    unit_s: float
-
-    def seconds(self, units: float) -> float:
-        return self.fixed_s + self.unit_s * units
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerFacts:
     """What a worker measured of itself, and the room it has. None is what it has not seen yet."""
 
     free_tokens: int
     """KV that fits on the device without taking it from a sequence: free pages, and those that can be evicted."""
-    total_tokens: int
-    """KV that fits on the device."""
     host_free_tokens: int
     """KV that fits into host memory without giving up kept images."""
-    host_total_tokens: int
     token_bytes: int
     """KV of one token."""
     computed_tokens: int = 0
     """Positions prefilled or decoded since it was started."""
-    prefill_s: tuple[float | None, ...] = ()
-    """Of one token, where its position is in [2^i, 2^(i+1)), for i = 0, 1, ...; measured while the worker decodes."""
+    prefill: PrefillTimes = PrefillTimes()
+    """Measured while the worker decodes."""
     step: Pace | None = None
     """A decode step, by sequences in the batch."""
     restore: Pace | None = None

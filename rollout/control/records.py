@@ -37,7 +37,6 @@ class Batch:
     """The trajectories of one call of `submit`."""
 
     size: int = 0
-    over: int = 0
     tailed: bool = False
     """Its tail was stopped."""
     lengths: Lengths = field(default_factory=Lengths)

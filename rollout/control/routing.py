@@ -8,10 +8,9 @@ decides.
 import math
 from collections.abc import Sequence
 
-from rollout.control.costs import prefill_s
 from rollout.control.experience import Experience
 from rollout.control.fleet import Worker
-from rollout.control.messages import Pace
+from rollout.control.paces import seconds_at
 from rollout.control.records import Record
 from rollout.types import Keep
 
@@ -73,13 +72,13 @@ def start_s(record: Record, worker: Worker) -> float:
     if home is not None and home.worker == worker.worker_id and home.kv_tokens >= have:
         have = home.kv_tokens
         if home.where is Keep.HOST:
-            copying = _seconds(facts.load, have * facts.token_bytes)
+            copying = seconds_at(facts.load, have * facts.token_bytes)
     elif image is not None and image.kv_tokens > have:
-        copying = _seconds(facts.restore, (image.kv_tokens - have) * facts.token_bytes)
+        copying = seconds_at(facts.restore, (image.kv_tokens - have) * facts.token_bytes)
         if any(run.node != worker.node for run in image.runs):
             copying *= 2  # it is copied to this node first
         have = image.kv_tokens
-    return copying + prefill_s(facts.prefill_s, have, end)
+    return copying + facts.prefill.seconds(have, end)
 
 
 def away_s(record: Record, workers: Sequence[Worker], experience: Experience) -> float:
@@ -96,7 +95,7 @@ def recompute_s(record: Record, worker: Worker) -> float:
     if worker.facts is None or record.home is None:
         return 0.0
     image = record.pooled.image
-    return prefill_s(worker.facts.prefill_s, image.kv_tokens if image is not None else 0, record.home.kv_tokens)
+    return worker.facts.prefill.seconds(image.kv_tokens if image is not None else 0, record.home.kv_tokens)
 
 
 def move_s(record: Record, worker: Worker, experience: Experience) -> float:
@@ -104,7 +103,7 @@ def move_s(record: Record, worker: Worker, experience: Experience) -> float:
     if worker.facts is None or record.home is None:
         return 0.0
     nbytes = record.home.kv_tokens * worker.facts.token_bytes
-    return _seconds(experience.export_pace, nbytes) + _seconds(worker.facts.restore, nbytes)
+    return seconds_at(experience.export_pace, nbytes) + seconds_at(worker.facts.restore, nbytes)
 
 
 def to_go(record: Record) -> float:
@@ -119,8 +118,4 @@ def to_go(record: Record) -> float:
 
 
 def _measured(worker: Worker) -> bool:
-    return worker.facts is not None and any(seconds is not None for seconds in worker.facts.prefill_s)
-
-
-def _seconds(pace: Pace | None, nbytes: float) -> float:
-    return pace.seconds(nbytes) if pace is not None else 0.0
+    return worker.facts is not None and worker.facts.prefill.measured

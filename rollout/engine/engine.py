@@ -218,12 +218,10 @@ class Engine:
         cache, tiered, paces = self._cache, self._cache.tiered, self._rates.paces
         return WorkerFacts(
             free_tokens=cache.available * cache.page_tokens,
-            total_tokens=cache.total * cache.page_tokens,
             host_free_tokens=tiered.room_on_host * cache.page_tokens,
-            host_total_tokens=tiered.total(Tier.HOST) * cache.page_tokens,
             token_bytes=self._rates.token_bytes,
             computed_tokens=self._prefilled + self._decoded,
-            prefill_s=paces.prefill_s,
+            prefill=paces.prefill,
             step=paces.step,
             restore=paces.restore,
             load=paces.load,

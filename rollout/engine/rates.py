@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rollout.control.messages import Pace
-from rollout.control.paces import PaceMeter
+from rollout.control.paces import Pace, PaceMeter, PrefillTimes, magnitude
 from rollout.kv.tiers import Tier
 
 PROBE_EVERY = 16
@@ -17,7 +16,7 @@ WEIGHT = 0.2
 class Paces:
     """What the rest of the service is told; see `WorkerFacts`."""
 
-    prefill_s: tuple[float | None, ...]
+    prefill: PrefillTimes
     step: Pace | None
     restore: Pace | None
     load: Pace | None
@@ -81,7 +80,7 @@ class Rates:
     @property
     def paces(self) -> Paces:
         return Paces(
-            prefill_s=tuple(self._prefill_at),
+            prefill=PrefillTimes(tuple(self._prefill_at)),
             step=self._step.pace,
             restore=self._restore.pace,
             load=self._load.pace,
@@ -93,10 +92,10 @@ class Rates:
         """Positions [start, end) of each sequence were computed in one step, all together in `seconds`."""
         token_s = seconds / sum(end - start for start, end in chunks)
         self._prefill_s = _average(self._prefill_s, token_s)
-        last = _magnitude(max(end for _, end in chunks) - 1)
+        last = magnitude(max(end for _, end in chunks) - 1)
         self._prefill_at += [None] * (last + 1 - len(self._prefill_at))
-        for magnitude in {m for start, end in chunks for m in range(_magnitude(start), _magnitude(end - 1) + 1)}:
-            self._prefill_at[magnitude] = _average(self._prefill_at[magnitude], token_s)
+        for at in {i for start, end in chunks for i in range(magnitude(start), magnitude(end - 1) + 1)}:
+            self._prefill_at[at] = _average(self._prefill_at[at], token_s)
 
     def stepped(self, sequences: int, seconds: float, *, moving: bool) -> None:
         """A decode step of so many sequences, without the prefill beside it; `moving` if KV was moved meanwhile."""
@@ -121,11 +120,6 @@ class Rates:
     def restored(self, tokens: int, seconds: float) -> None:
         """A sequence that only waited for `tokens` to be read from the pool did so for `seconds`."""
         self._restore.saw(tokens * self._token_bytes, seconds)
-
-
-def _magnitude(position: int) -> int:
-    """i, for a position in [2^i, 2^(i+1)); 0 for position 0."""
-    return max(0, position.bit_length() - 1)
 
 
 def _average(before: float | None, seen: float) -> float:

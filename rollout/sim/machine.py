@@ -4,10 +4,9 @@ Times are those of one worker that does nothing else; what exports, restores and
 `slowdown`. Nothing here decides anything.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rollout.control.messages import Pace
+from rollout.control.paces import Pace, PrefillTimes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,10 +14,7 @@ class MachineRates:
     """Seconds, bytes, tokens and pages."""
 
     prefill_s: tuple[float, ...]
-    """Seconds to prefill one token, where its position is in [2^i, 2^(i+1)), for i = 0, 1, …; position 0 is as 1, and
-    what is behind the last is as the last."""
-    prefill_fixed_s: float = 0.0
-    """Seconds of each forward that prefills, beside its tokens."""
+    """Seconds to prefill one token, by its position; see `PrefillTimes`."""
     step: Pace
     """Seconds of a decode step, by sequences in the batch."""
     kv_token_s: float = 0.0
@@ -60,21 +56,12 @@ class MachineRates:
         return self.page_tokens * self.token_bytes
 
     def prefill_seconds(self, start: int, end: int) -> float:
-        """Of positions [start, end) of one sequence, without the fixed part of the forward."""
-        return sum((upto - since) * self.prefill_s[bucket] for bucket, since, upto in self._buckets(start, end))
+        """Of positions [start, end) of one sequence."""
+        return PrefillTimes(self.prefill_s).seconds(start, end)
 
     def decode_seconds(self, sequences: int, kv_tokens: int) -> float:
         """Of one step of `sequences` sequences that together have KV of `kv_tokens` positions."""
         return self.step.seconds(sequences) + self.kv_token_s * kv_tokens if sequences else 0.0
-
-    def _buckets(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """(bucket, first position, end) of the parts of [start, end)."""
-        last = len(self.prefill_s) - 1
-        while start < end:
-            bucket = min(max(start, 1).bit_length() - 1, last)
-            upto = end if bucket == last else min(end, 2 << bucket)
-            yield bucket, start, upto
-            start = upto
 
 
 def rising_prefill(first_s: float, slope_s: float, max_context: int) -> tuple[float, ...]:

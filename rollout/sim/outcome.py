@@ -41,18 +41,10 @@ class Outcome:
         return self.counters.tokens
 
     @property
-    def tokens_per_s(self) -> float:
-        return self.tokens / self.seconds if self.seconds else 0.0
-
-    @property
     def idle_share(self) -> float:
         """Of the workers' time, in which they ran nothing."""
         whole = self.seconds * len(self.busy_s)
         return max(0.0, 1.0 - sum(self.busy_s) / whole) if whole else 0.0
-
-    @property
-    def written_bytes(self) -> int:
-        return self.sent_bytes + self.saved_bytes
 
     @property
     def read_bytes(self) -> int:

@@ -48,8 +48,6 @@ class PacedRunner:
     def run(self, plan: Plan) -> list[Draw]:
         rates = self._rates
         prefill_s = sum(rates.prefill_seconds(chunk.start, chunk.end) for chunk in plan.prefill)
-        if plan.prefill:
-            prefill_s += rates.prefill_fixed_s
         decode_s = rates.decode_seconds(len(plan.decode), sum(sequence.computed for sequence in plan.decode))
         work_s = prefill_s + decode_s
         self.elapsed_s = self._load.step(self._now(), work_s) if plan.prefill or plan.decode else 0.0

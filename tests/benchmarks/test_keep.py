@@ -8,7 +8,7 @@ import pytest
 from benchmarks.calibration import Calibration, fit
 from benchmarks.keep import FIXED, Settings, drawing, median_interval, run, simulate, simulate_all
 from benchmarks.standin import StandIn
-from rollout.control.messages import Pace
+from rollout.control.paces import Pace
 from rollout.sim.machine import MachineRates
 from rollout.types import Keep
 from tests.benchmarks.test_servegen import write_histogram

@@ -331,9 +331,7 @@ def test_facts_come_with_the_events_they_follow_from(make_host: Callable[..., Dr
     driver = make_host()
     assert driver.host.poll(0, 0.0).facts == WorkerFacts(
         free_tokens=PAGES * PAGE_TOKENS,
-        total_tokens=PAGES * PAGE_TOKENS,
         host_free_tokens=0,
-        host_total_tokens=0,
         token_bytes=driver.host.description.token_bytes,
     )
     driver.acknowledged = 1
@@ -346,10 +344,10 @@ def test_facts_come_with_the_events_they_follow_from(make_host: Callable[..., Dr
     assert driver.facts.step is not None
     assert driver.facts.step.seconds(1) > 0
     # the prompt's 40 tokens were positions 0 ... 39
-    assert [token_s is not None for token_s in driver.facts.prefill_s] == [True] * 6
+    assert [token_s is not None for token_s in driver.facts.prefill.token_s] == [True] * 6
     driver.host.release(key)
     driver.until(Freed, "ann")
-    assert driver.facts.free_tokens == driver.facts.total_tokens
+    assert driver.facts.free_tokens == PAGES * PAGE_TOKENS
 
 
 def test_the_memory_policy_parks_the_youngest_and_nothing_is_preempted(make_host: Callable[..., Driver]) -> None:

@@ -21,7 +21,6 @@ from rollout.control.messages import (
     Failed,
     Finished,
     Moved,
-    Pace,
     Parked,
     PoolRoom,
     Preempted,
@@ -35,6 +34,7 @@ from rollout.control.messages import (
     WorkerReport,
     WorkerUp,
 )
+from rollout.control.paces import Pace, PrefillTimes
 from rollout.control.records import Record
 from rollout.control.submission import Submission
 from rollout.types import (
@@ -95,11 +95,9 @@ def facts(
     """A token of prefill takes a millisecond at any length, if nothing else is said; of moves nothing is known."""
     return WorkerFacts(
         free_tokens=free,
-        total_tokens=10_000,
         host_free_tokens=host_free,
-        host_total_tokens=10_000,
         token_bytes=token_bytes,
-        prefill_s=(prefill_s,) * 16,
+        prefill=PrefillTimes((prefill_s,) * 16),
         step=step,
         restore=restore,
         load=load,

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.control.costs import Case, costs_s, prefill_s
+from rollout.control.costs import Case, costs_s
+from rollout.control.paces import PrefillTimes
 from rollout.types import Keep
 from tests.control.stage import facts, pace
 
@@ -194,7 +195,7 @@ def test_prefill_costs_the_sum_over_its_positions(token_s: list[float | None], s
         return known[min(longer)] if longer else 0.0
 
     expected = sum(of_position(position) for position in range(start, start + count))
-    assert prefill_s(tuple(token_s), start, start + count) == pytest.approx(expected, abs=1e-9)
+    assert PrefillTimes(tuple(token_s)).seconds(start, start + count) == pytest.approx(expected, abs=1e-9)
 
 
 @given(

@@ -3,7 +3,8 @@
 import pytest
 
 from rollout.config import WriteThrough
-from rollout.control.messages import Admitted, Pace, WorkerFacts
+from rollout.control.messages import Admitted, WorkerFacts
+from rollout.control.paces import Pace
 from rollout.engine.rates import Rates
 from rollout.kv.tiers import Tier
 from rollout.types import Columns, Image, Keep, NodeId, SegmentId, SegmentRun, Version
@@ -19,9 +20,7 @@ def test_nothing_is_told_that_was_not_seen() -> None:
     scripted = Scripted(pages=100, host_pages=50)
     assert scripted.engine.facts() == WorkerFacts(
         free_tokens=100 * PAGE_TOKENS,
-        total_tokens=100 * PAGE_TOKENS,
         host_free_tokens=50 * PAGE_TOKENS,
-        host_total_tokens=50 * PAGE_TOKENS,
         token_bytes=TOKEN_BYTES,
     )
 
@@ -37,8 +36,8 @@ def test_room_counts_what_can_be_evicted_and_not_what_is_in_use_or_kept_on_the_h
     scripted.engine.keep(key, Keep.HOST)
     scripted.run()
     facts = scripted.engine.facts()
-    assert facts.free_tokens == facts.total_tokens
-    assert facts.host_free_tokens == facts.host_total_tokens - 9 * PAGE_TOKENS
+    assert facts.free_tokens == 100 * PAGE_TOKENS
+    assert facts.host_free_tokens == (50 - 9) * PAGE_TOKENS
 
 
 def seconds_of_prefill(start: int, end: int) -> float:
@@ -57,9 +56,11 @@ def test_prefill_is_told_by_position_and_decode_steps_apart_from_it() -> None:
     assert facts.step is not None
     assert facts.step.fixed_s == pytest.approx(STEP.fixed_s)
     assert facts.step.unit_s == pytest.approx(STEP.unit_s)
-    assert len(facts.prefill_s) == 7  # positions up to 127
-    assert facts.prefill_s[:6] == pytest.approx([PREFILL_S[0]] * 6, rel=0.3)  # several chunks in a step are told as one
-    assert facts.prefill_s[6] == pytest.approx(PREFILL_S[1], rel=0.3)
+    assert len(facts.prefill.token_s) == 7  # positions up to 127
+    assert facts.prefill.token_s[:6] == pytest.approx(
+        [PREFILL_S[0]] * 6, rel=0.3
+    )  # several chunks in a step are told as one
+    assert facts.prefill.token_s[6] == pytest.approx(PREFILL_S[1], rel=0.3)
 
 
 def test_one_chunk_at_a_time_is_told_exactly() -> None:
@@ -67,14 +68,14 @@ def test_one_chunk_at_a_time_is_told_exactly() -> None:
     scripted.runner.prefill_time = lambda plan: sum(seconds_of_prefill(c.start, c.end) for c in plan.prefill)
     scripted.submit("a", range(200), max_new_tokens=1)
     scripted.run()
-    assert scripted.engine.facts().prefill_s == pytest.approx([PREFILL_S[0]] * 6 + [PREFILL_S[1]] * 2)
+    assert scripted.engine.facts().prefill.token_s == pytest.approx([PREFILL_S[0]] * 6 + [PREFILL_S[1]] * 2)
 
 
 def test_a_chunk_touches_only_the_positions_that_are_in_it() -> None:
     rates = Rates(TOKEN_BYTES, None)
     rates.prefilled([(4, 8), (40, 64)], 28.0)
     rates.prefilled([(0, 1)], 3.0)
-    assert rates.paces.prefill_s == (3.0, None, 1.0, None, None, 1.0)
+    assert rates.paces.prefill.token_s == (3.0, None, 1.0, None, None, 1.0)
 
 
 def test_saves_are_told_by_bytes() -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from rollout.config import AbortConfig
-from rollout.control.messages import Pace
+from rollout.control.paces import Pace
 from rollout.control.submission import Submission
 from rollout.sim.machine import MachineRates
 from rollout.sim.simulation import Driver, Simulation, forced_group

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from rollout.config import EngineConfig, HostConfig
-from rollout.control.messages import Pace
+from rollout.control.paces import Pace
 from rollout.errors import StalledError
 from rollout.sim.machine import MachineRates
 from rollout.sim.outcome import Outcome

@@ -17,7 +17,6 @@ from rollout.control.messages import (
     Finished,
     Freed,
     Moved,
-    Pace,
     Parked,
     Preempted,
     Recalled,
@@ -26,6 +25,7 @@ from rollout.control.messages import (
     WorkerEvent,
     WorkerFacts,
 )
+from rollout.control.paces import Pace, PrefillTimes
 from rollout.types import AbortReason, Columns, FinishReason, Keep, SegmentId, SequenceKey, TrajectoryId, Version
 
 PAGE = 4
@@ -132,11 +132,9 @@ class FakeWorker:
 
         return WorkerFacts(
             free_tokens=luck.choice([0, 30, 3000]),
-            total_tokens=3000,
             host_free_tokens=luck.choice([0, 8, 300]),
-            host_total_tokens=300,
             token_bytes=luck.choice([1, 64]),
-            prefill_s=luck.choice([(), (None, 0.5), (0.01, 0.02, None, 0.1), (3.0,)]),
+            prefill=PrefillTimes(luck.choice([(), (None, 0.5), (0.01, 0.02, None, 0.1), (3.0,)])),
             step=pace(),
             restore=pace(),
             load=pace(),
