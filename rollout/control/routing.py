@@ -106,6 +106,16 @@ def move_s(record: Record, worker: Worker, experience: Experience) -> float:
     return seconds_at(experience.export_pace, nbytes) + seconds_at(worker.facts.restore, nbytes)
 
 
+def move_cost_s(record: Record, worker: Worker, experience: Experience) -> float:
+    """What that costs in seconds of a worker, as `costs` has it."""
+    if worker.facts is None or record.home is None:
+        return 0.0
+    nbytes = record.home.kv_tokens * worker.facts.token_bytes
+    moving = worker.facts.moving_share if worker.facts.moving_share is not None else 1.0
+    arriving = min(1.0, moving + 1.0 / worker.max_running)
+    return moving * seconds_at(experience.export_pace, nbytes) + arriving * seconds_at(worker.facts.restore, nbytes)
+
+
 def to_go(record: Record) -> float:
     """Tokens that it is expected to sample yet, by finished members of its group, else of its batch; otherwise all of
     its budget."""

@@ -16,7 +16,7 @@ from rollout.control.messages import Displaced, Exported, ExportFailed, Moved, P
 from rollout.control.pooled import Pooled
 from rollout.control.records import Record
 from rollout.control.roster import Roster
-from rollout.control.routing import move_s, recompute_s
+from rollout.control.routing import move_cost_s, recompute_s
 from rollout.types import AbortReason, FinishReason, Keep, Phase, Then, TrajectoryId, WorkerId
 
 
@@ -123,7 +123,7 @@ class Suspensions:
         there = self._roster.fleet.get(home.worker)
         experience = self._roster.keeping.experience
         refused = record.moved_from == home.worker or there is None
-        if there is None or refused or recompute_s(record, there) <= move_s(record, there, experience):
+        if there is None or refused or recompute_s(record, there) <= move_cost_s(record, there, experience):
             return [*self._roster.leave_home(record), *self._roster.wait(record, now)]
         record.moved_from = home.worker
         record.enter(Phase.SUSPENDED)
