@@ -102,7 +102,7 @@ class Rates:
         self._step.saw(sequences, seconds)
         if not moving:
             self._calm_step.saw(sequences, seconds)
-        elif (calm := self._calm_step.pace) is not None:
+        elif seconds and (calm := self._calm_step.pace) is not None:
             lost = max(0.0, 1.0 - calm.seconds(sequences) / seconds)
             self._moving_share = _average(self._moving_share, lost)
 
