@@ -183,7 +183,7 @@ class Scene:
     def restart(self, trajectory: str) -> None:
         """Kill the worker on which a suspended `trajectory` would resume, and wait until it is up again."""
         workers = self.client.stats().workers
-        (suspended,) = (one for one in self.client.abort([trajectory], keep="pool").partials if one.trajectory_id == trajectory)
+        (suspended,) = self.client.abort([trajectory], keep="pool").partials
         victims = [worker for worker in workers if worker.worker != suspended.workers[-1]] or list(workers)
         os.kill(victims[0].pid, signal.SIGKILL)
         known = {worker.incarnation for worker in workers}
