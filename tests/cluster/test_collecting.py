@@ -61,9 +61,11 @@ def collecting(service: Rollout, groups: int, **how: Any) -> Iterator[list[Colle
         service.pause()
         submit_short(service)
         call = thread.submit(service.collect, groups, **how)
-        eventually(lambda: inside(controller(service), lambda self: self._core._stops._collection is not None))
-        yield found
-        service.unpause()
+        try:
+            eventually(lambda: inside(controller(service), lambda self: self._core._roster.collection is not None))
+            yield found
+        finally:
+            service.unpause()  # or the call would wait for ever
         found.append(call.result(timeout=180.0))
 
 

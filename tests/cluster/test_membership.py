@@ -169,10 +169,13 @@ def test_more_workers_than_the_cluster_has_are_refused_and_none_is_added(service
         inside(controller(service), patience, usual)
 
     def budget(self: Any, nbytes: int) -> int:
-        before = int(self._config.pool.budget_bytes)
-        pool = self._config.pool.model_copy(update={"budget_bytes": nbytes})
-        self._config = self._config.model_copy(update={"pool": pool})
-        return before
+        import dataclasses
+
+        config = self._description.config
+        pool = config.pool.model_copy(update={"budget_bytes": nbytes})
+        changed = config.model_copy(update={"pool": pool})
+        self._description = dataclasses.replace(self._description, config=changed)
+        return int(config.pool.budget_bytes)
 
     usual_bytes = inside(controller(service), budget, 512 << 20)
     try:
