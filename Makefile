@@ -1,6 +1,6 @@
 # make demo                        install, import the demo model, roll out configs/demo.yaml on this machine
 # make test                        lint, types and tests, as CI runs them
-# make soak SEED=0 DURATION=600    randomised long runs; DURATION in seconds
+# make soak SEED=0 DURATION=600    randomised long runs, DURATION in seconds, and whole runs of benchmarks
 #
 # Everything is installed into .venv from the index that pip is configured with, at the versions in constraints.txt.
 # A second run installs nothing unless pyproject.toml or constraints.txt changed.
@@ -40,7 +40,7 @@ test: $(VENV)/.installed-dev $(VENV)/.installed-wheel
 	$(BIN)/pytest --ignore-glob='tests/control/test_*'
 
 soak: $(VENV)/.installed-dev $(VENV)/.installed-wheel
-	$(BIN)/pytest -m soak tests/soak --soak-seed=$(SEED) --soak-duration=$(DURATION)
+	$(BIN)/pytest -m soak tests --soak-seed=$(SEED) --soak-duration=$(DURATION)
 
 $(VENV)/.installed-demo: $(PINS) | $(BIN)/pip
 	$(PIP) install -c constraints.txt -e '.[demo]'

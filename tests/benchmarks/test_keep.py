@@ -92,6 +92,7 @@ def test_the_interval_is_around_the_median() -> None:
     assert 0.9 <= low < 1.0 < high <= 1.3
 
 
+@pytest.mark.soak
 def test_a_whole_run(ray_cluster: None, settings: Settings) -> None:
     results, ratios = run(settings.model_copy(update={"workloads": ("short",), "pairs": 2}))
     assert set(ratios) == {"regret_short", "real_short"}

@@ -14,6 +14,7 @@ from tests.tiny_models import make_tiny_llama
 MODEL = StandIn(layers=4, kv_heads=4, head_dim=64)
 
 
+@pytest.mark.soak
 def test_warm_moves_add_up_and_cold_ones_are_beside_them(ray_cluster: None) -> None:
     settings = Settings(parts=("warm", "cold"), repeats=5, sizes_mb=(1,), model=MODEL)
     results, ratios = run(settings)

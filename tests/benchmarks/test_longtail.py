@@ -10,6 +10,7 @@ from rollout.errors import ConfigError, ModelNotFoundError
 from tests.benchmarks.test_servegen import write_histogram
 
 
+@pytest.mark.soak
 def test_all_sides_do_the_same_work(ray_cluster: None, tmp_path: Path) -> None:
     settings = Settings.model_validate(
         {
