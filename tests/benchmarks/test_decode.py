@@ -16,6 +16,7 @@ def sides(tmp_path: Path) -> Sides:
     return Sides(model=make_tiny_llama(tmp_path / "llama"), cpus=1)
 
 
+@pytest.mark.soak
 def test_decoding_is_compared_with_the_limit_and_with_each_peer_that_works(ray_cluster: None, sides: Sides) -> None:
     settings = decode.Settings(
         sides=sides,

@@ -30,6 +30,7 @@ serve(prepare)
 """
 
 
+@pytest.mark.soak
 def test_every_place_is_measured(ray_cluster: None, tmp_path: Path) -> None:
     model = StandIn(layers=4, kv_heads=4, head_dim=64).write(tmp_path / "model")
     results, ratios = run(Settings(model=model, cpus=1, tokens=400, repeats=5), None)
