@@ -7,12 +7,15 @@ import sys
 import tempfile
 from pathlib import Path
 
+import pytest
+
 from tests.tiny_models import make_tiny_llama
 
 RAY_SETTINGS = {"RAY_verbose_spill_logs": "1", "RAY_health_check_period_ms": "500"}
 """All spilling is logged, and a lost node is noticed sooner."""
 
 
+@pytest.mark.soak
 def test_pools_of_two_nodes_never_make_ray_spill_and_a_lost_node_costs_recomputation_only(tmp_path: Path) -> None:
     model = make_tiny_llama(
         tmp_path / "wide",
