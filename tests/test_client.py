@@ -5,6 +5,7 @@ import inspect
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from rollout.cluster.description import ServiceDescription
 from rollout.config import load_config
 from rollout.errors import InvalidArgumentError, InvalidPromptError, InvalidSamplingError
 from rollout.text import read_tokenizer_files
-from rollout.types import SamplingParams
+from rollout.types import Delivery, GroupId, SamplingParams
 from tests.tiny_models import VOCAB_SIZE, make_tiny_llama
 
 
@@ -30,7 +31,14 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> AsyncRollout:
         generation_defaults={"top_p": None},
         tokenizer=read_tokenizer_files(path),
     )
-    return AsyncRollout(None, description, key_prefix="", on_close=None)
+    return AsyncRollout(Nothing(), description, key_prefix="", on_close=None)
+
+
+class Nothing:
+    """A controller with every method that can be named, and none that can be called."""
+
+    def __getattr__(self, name: str) -> "Nothing":
+        return self
 
 
 @pytest.mark.parametrize(
@@ -139,3 +147,82 @@ def test_a_service_that_is_closed_leaves_another_of_the_same_process_alone(tmp_p
     done = subprocess.run(program, capture_output=True, text=True, timeout=900, check=False, env=env)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "tokens 3"
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda client: client.next_groups("3"), "k: got '3', allowed: an integer >= 1"),
+        (lambda client: client.next_groups(0), "k: got 0"),
+        (lambda client: client.next_turns(-1), "k: got -1"),
+        (lambda client: client.next_groups(1, timeout_s=None), "timeout_s: got None, allowed: seconds"),
+        (lambda client: client.collect(1, timeout_s=float("nan")), "timeout_s: got nan"),
+        (lambda client: client.abort(keep="disk"), "keep: got 'disk', allowed: auto, device, host, pool, none"),
+        (lambda client: client.abort(then="wait"), "then: got 'wait', allowed: hold, requeue, finish, retry, drop"),
+        (lambda client: client.resume(5), "ids: got 5, allowed: ids of trajectories or groups, or ALL"),
+        (lambda client: client.discard(["a", 5]), "ids: got"),
+    ],
+)
+def test_arguments_of_other_calls_are_checked_here_too(
+    client: AsyncRollout, call: Callable[[AsyncRollout], Coroutine[Any, Any, Any]], message: str
+) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        asyncio.run(call(client))
+
+
+@pytest.mark.parametrize("what", [None, 5, {"role": "user", "content": "a"}])
+def test_only_messages_text_or_ids_extend_a_trajectory(client: AsyncRollout, what: Any) -> None:
+    with pytest.raises(InvalidPromptError, match=f"extend: got {type(what).__name__}, allowed: messages, text or"):
+        asyncio.run(client.extend("a/0", what))
+
+
+class Controller:
+    """Hands out two groups; the second answer never comes."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.settled: tuple[Sequence[str], Sequence[str]] | None = None
+        self.next_groups = Remote(self._next_groups)
+        self.settle = Remote(self._settle)
+
+    async def _next_groups(self, count: int, timeout_s: float, call: str, *_: Any) -> list[Delivery]:
+        self.calls.append(call)
+        if len(self.calls) == 2:
+            await asyncio.Event().wait()
+        return [Delivery(group_id=GroupId("a"), trajectories=())]
+
+    async def _settle(self, arrived: Sequence[str], abandoned: Sequence[str]) -> None:
+        self.settled = (arrived, abandoned)
+
+
+class Remote:
+    def __init__(self, method: Callable[..., Coroutine[Any, Any, Any]]) -> None:
+        self.remote = method
+
+
+@pytest.mark.parametrize("owner", [False, True])
+def test_a_guest_that_leaves_says_which_groups_it_got_and_which_it_did_not(client: AsyncRollout, owner: bool) -> None:
+    """The service of an owner ends, with all that it has."""
+    controller = Controller()
+    ended: list[bool] = []
+    description = ServiceDescription(
+        config=client.config,
+        vocab_size=VOCAB_SIZE,
+        max_context=32,
+        generation_defaults={"top_p": None},
+        tokenizer=read_tokenizer_files(client.config.model.path),
+    )
+    on_close = (lambda: ended.append(True)) if owner else None
+    guest = AsyncRollout(controller, description, key_prefix="", on_close=on_close)
+
+    async def leave() -> None:
+        await guest.next_groups()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(guest.next_groups(), 0.01)
+        await guest.close()
+        await guest.close()
+
+    asyncio.run(leave())
+    got, lost = controller.calls
+    assert controller.settled == (None if owner else ((got,), (lost,)))
+    assert ended == [True] * owner

@@ -221,7 +221,6 @@ class ControllerActor:
 
         `known` are those that the caller has been told of, with the turn that they had ended.
         """
-
         await self._until(lambda: self._core.ended_turns(known) >= count or not self._core.busy, timeout_s)
         return self._core.turns(known, count)
 

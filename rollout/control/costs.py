@@ -60,8 +60,7 @@ def costs_s(case: Case) -> dict[Keep, float]:
     if not useful:
         return {Keep.DEVICE: math.inf, Keep.HOST: math.inf, Keep.POOL: math.inf, Keep.NONE: in_vain}
     nbytes = case.kv_tokens * case.worker.token_bytes
-    moving = case.worker.moving_share if case.worker.moving_share is not None else 1.0
-    arriving = min(1.0, moving + case.place_share)
+    moving, arriving = moving_shares(case.worker, case.place_share)
     survives = _survival(case)
     device = useful * (1.0 - survives) * recompute
     host = moving * seconds_at(case.worker.save, nbytes)
@@ -76,6 +75,12 @@ def costs_s(case: Case) -> dict[Keep, float]:
         Keep.POOL: pool + in_vain if nbytes <= case.pool_budget_bytes else math.inf,
         Keep.NONE: useful * recompute + in_vain,
     }
+
+
+def moving_shares(worker: WorkerFacts, place_share: float) -> tuple[float, float]:
+    """Of a worker: what it loses while KV is moved away, and while KV arrives, for which a place in its batch waits."""
+    moving = worker.moving_share if worker.moving_share is not None else 1.0
+    return moving, min(1.0, moving + place_share)
 
 
 def _survival(case: Case) -> float:

@@ -75,17 +75,18 @@ class Group:
         """Tokens that may still be sampled and are allowed to no member that is on a worker; None: any number."""
         if self.submission.max_group_tokens is None:
             return None
-        spent = sum(member.sampled_tokens + member.attempted_tokens for member in self.members)
         running = (member for member in self.members if member.on_worker and not member.promoting)
         allowed = sum(member.allowed_tokens - member.sampled_tokens for member in running)
-        return self.submission.max_group_tokens - spent - allowed
+        return self.submission.max_group_tokens - self._spent_tokens - allowed
 
     @property
     def budget_spent(self) -> bool:
         most = self.submission.max_group_tokens
-        if most is None:
-            return False
-        return sum(member.sampled_tokens + member.attempted_tokens for member in self.members) >= most
+        return most is not None and self._spent_tokens >= most
+
+    @property
+    def _spent_tokens(self) -> int:
+        return sum(member.sampled_tokens + member.attempted_tokens for member in self.members)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -209,13 +210,16 @@ class Record:
         return sum(run.tokens for each in self.attempts for run in each.versions if run.version is not None)
 
     @property
-    def whereabouts(self) -> str:
-        """Where its KV is, and what it waits for, as far as a suspended trajectory is told by that."""
-        if self.ended_turn:
-            return "waiting"
+    def kept(self) -> Keep:
+        """Where its KV is, when it is suspended."""
         if self.home is not None:
-            return str(self.home.where)
-        return str(Keep.POOL if self.pooled.image is not None else Keep.NONE)
+            return self.home.where
+        return Keep.POOL if self.pooled.image is not None else Keep.NONE
+
+    @property
+    def whereabouts(self) -> str:
+        """Where its KV is, or what it waits for, as far as a suspended trajectory is told by that."""
+        return "waiting" if self.ended_turn else str(self.kept)
 
     @property
     def worker(self) -> WorkerId | None:

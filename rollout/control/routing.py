@@ -8,6 +8,7 @@ decides.
 import math
 from collections.abc import Sequence
 
+from rollout.control.costs import moving_shares
 from rollout.control.experience import Experience
 from rollout.control.fleet import Worker
 from rollout.control.paces import seconds_at
@@ -100,20 +101,16 @@ def recompute_s(record: Record, worker: Worker) -> float:
 
 def move_s(record: Record, worker: Worker, experience: Experience) -> float:
     """Seconds to move what its home has of its KV to `worker`, through the pool."""
-    if worker.facts is None or record.home is None:
-        return 0.0
-    nbytes = record.home.kv_tokens * worker.facts.token_bytes
-    return seconds_at(experience.export_pace, nbytes) + seconds_at(worker.facts.restore, nbytes)
+    return sum(_move_parts_s(record, worker, experience))
 
 
 def move_cost_s(record: Record, worker: Worker, experience: Experience) -> float:
     """What that costs in seconds of a worker, as `costs` has it."""
-    if worker.facts is None or record.home is None:
+    if worker.facts is None:
         return 0.0
-    nbytes = record.home.kv_tokens * worker.facts.token_bytes
-    moving = worker.facts.moving_share if worker.facts.moving_share is not None else 1.0
-    arriving = min(1.0, moving + 1.0 / worker.max_running)
-    return moving * seconds_at(experience.export_pace, nbytes) + arriving * seconds_at(worker.facts.restore, nbytes)
+    moving, arriving = moving_shares(worker.facts, 1.0 / worker.max_running)
+    export_s, restore_s = _move_parts_s(record, worker, experience)
+    return moving * export_s + arriving * restore_s
 
 
 def to_go(record: Record) -> float:
@@ -125,6 +122,14 @@ def to_go(record: Record) -> float:
         if remaining is not None:
             return min(float(budget), remaining)
     return float(budget)
+
+
+def _move_parts_s(record: Record, worker: Worker, experience: Experience) -> tuple[float, float]:
+    """The export, and the restore."""
+    if worker.facts is None or record.home is None:
+        return 0.0, 0.0
+    nbytes = record.home.kv_tokens * worker.facts.token_bytes
+    return seconds_at(experience.export_pace, nbytes), seconds_at(worker.facts.restore, nbytes)
 
 
 def _measured(worker: Worker) -> bool:

@@ -54,7 +54,8 @@ class Suspensions:
     def change(self, record: Record, intent: Intent, now: float) -> list[Command]:
         """Another abort of a trajectory that is off its worker, or leaving it. Where its KV is does as `auto`."""
         if intent.keep is Keep.AUTO:
-            intent = replace(intent, keep=self._whereabouts(record))
+            on_its_way = record.intent if record.phase is Phase.SUSPENDING else None
+            intent = replace(intent, keep=on_its_way.keep if on_its_way is not None else record.kept)
         record.intent = intent
         if record.phase is Phase.SUSPENDING:
             return record.pooled.expect(record.turn)
@@ -122,7 +123,7 @@ class Suspensions:
         assert home is not None, f"{record.trajectory_id} has no home to leave"
         there = self._roster.fleet.get(home.worker)
         experience = self._roster.keeping.experience
-        refused = record.moved_from == home.worker or there is None
+        refused = record.moved_from == home.worker
         if there is None or refused or recompute_s(record, there) <= move_cost_s(record, there, experience):
             return [*self._roster.leave_home(record), *self._roster.wait(record, now)]
         record.moved_from = home.worker
@@ -243,13 +244,6 @@ class Suspensions:
         if record.budget_spent or self._roster.fleet.hopeless is not None:
             return None
         return self._roster.wait(record, now)
-
-    def _whereabouts(self, record: Record) -> Keep:
-        if record.home is not None:
-            return record.home.where
-        if record.phase is Phase.SUSPENDING and record.intent is not None:
-            return record.intent.keep  # on its way
-        return Keep.POOL if record.pooled.image is not None else Keep.NONE
 
     def _token_bytes(self, worker: WorkerId) -> int:
         there = self._roster.fleet.get(worker)
