@@ -1,8 +1,8 @@
 """Makes `RESULTS.md` of the files that `rollout bench NAME --json FILE` wrote: `python -m benchmarks.results FILE …`.
 
 Each benchmark has its machine, date and command, all ratios, and all results; what is worth it as tables, and a chart
-(PNG), see `tables`. Of one benchmark, several files are several sections if labels tell them apart: `intel=FILE`. Paths
-of the machine are left out of commands.
+(PNG), see `tables`. Of one benchmark, several files are several sections if labels tell them apart: `intel=FILE`.
+Sections that no file is given for stay as they are. Paths of the machine are left out of commands.
 """
 
 import argparse
@@ -79,13 +79,21 @@ def write(reports: Mapping[str, Mapping[str, Any]], out: Path, about: Mapping[st
     """`out`, and the plots in a directory `results` beside it; `about` says what each benchmark is."""
     plots = out.parent / "results"
     plots.mkdir(parents=True, exist_ok=True)
-    parts = [TITLE]
+    sections = _sections(out)
     for name, report in reports.items():
         what = shown(report["name"], report["results"])
         if what.chart is not None:
             plot(name, what.chart, plots / f"{name}.png")
-        parts.append("\n".join(_section(name, report, what, about.get(report["name"], ""))))
-    out.write_text("\n".join(parts), encoding="utf-8")
+        sections[name] = "\n".join(_section(name, report, what, about.get(report["name"], "")))
+    out.write_text("\n".join([TITLE, *(sections[name] for name in sorted(sections))]), encoding="utf-8")
+
+
+def _sections(out: Path) -> dict[str, str]:
+    """Those that a file has, by their names."""
+    if not out.exists():
+        return {}
+    _, *parts = re.split(r"^(?=## )", out.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {part.partition("\n")[0].removeprefix("## "): part.removesuffix("\n") + "\n" for part in parts}
 
 
 def _section(name: str, report: Mapping[str, Any], what: Shown, about: str) -> Iterator[str]:
@@ -146,6 +154,9 @@ def _command(command: str) -> str:
             words[index] = "PATH"
         elif words[index - 1] == "--json":
             words[index] = Path(word).name
+        elif words[index - 1] == "--set" and "=/" in word:
+            field, _, path = word.partition("=")
+            words[index] = f"{field}={Path(path).name}"
     return shlex.join(words)
 
 

@@ -93,7 +93,7 @@ def test_benchmarks_of_several_units_have_tables_of_their_own(
     assert "| overhead of a step with 256 sequences (ms) | 0.96 |" in text
     plots = sorted(path.name for path in (tmp_path / "results").iterdir())
     assert plots == ["keep.png", "longtail.png"]
-    control = text[text.index("## control") :]
+    control = text[text.index("## control") : text.index("## keep")]
     assert "| ratio |" not in control
     old = report(tmp_path, "keep", {"simulated": {}}, date="2029-01-01")
     assert main([str(old), "--out", str(out)]) == 2
@@ -112,3 +112,28 @@ def test_a_file_that_is_no_report_is_refused(
     assert "expected a report of rollout bench" in error
     assert message in error
     assert not (tmp_path / "RESULTS.md").exists()
+
+
+def test_sections_of_other_benchmarks_stay_as_they_are(tmp_path: Path) -> None:
+    out = tmp_path / "RESULTS.md"
+    other = report(tmp_path, "other", {"nodes": 3}, share=0.5)
+    assert main([str(other), "--out", str(out)]) == 0
+    alone = out.read_text()
+    assert main([str(report(tmp_path, "counts", {"nodes": 4}, share=0.25)), "--out", str(out)]) == 0
+    both = out.read_text()
+    assert alone.partition("## other")[2].rstrip() in both
+    assert both.index("## counts") < both.index("## other")
+    assert main([str(report(tmp_path, "counts", {"nodes": 5}, share=0.75)), "--out", str(out)]) == 0
+    again = out.read_text()
+    assert (again.count("## counts"), "| `nodes` | 4 |" in again, "| `nodes` | 5 |" in again) == (1, False, True)
+    assert alone.partition("## other")[2].rstrip() in again
+
+
+def test_no_path_of_a_setting_is_told(tmp_path: Path) -> None:
+    file = report(tmp_path, "counts", {"nodes": 3}, share=0.5)
+    told = json.loads(file.read_text())
+    told["command"] = "rollout bench counts --set lengths=/home/me/data/lengths.json --set turns=3"
+    file.write_text(json.dumps(told))
+    out = tmp_path / "RESULTS.md"
+    assert main([str(file), "--out", str(out)]) == 0
+    assert "`rollout bench counts --set lengths=lengths.json --set turns=3`" in out.read_text()
