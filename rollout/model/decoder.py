@@ -15,9 +15,10 @@ from torch import Tensor
 
 from rollout.attention.interface import Attention, DecodeBatch, PrefillBatch
 from rollout.model.layers import Layer, RMSNorm
+from rollout.model.memory import WeightMemory
 from rollout.model.rope import RopeTable
 from rollout.model.spec import ModelSpec
-from rollout.model.weights import Target, whole
+from rollout.model.weights import Target, Whole
 
 
 class Decoder(Protocol):
@@ -48,6 +49,17 @@ class Decoder(Protocol):
         """Next-token logits, [R, V], rounded to the decoder's dtype; the caller may write to them."""
         ...
 
+    def release(self) -> int:
+        """Give the memory of all weights back to the system; how many bytes. Nothing runs until they are loaded again.
+
+        Does nothing if that is done.
+        """
+        ...
+
+    def reclaim(self) -> None:
+        """Take memory for the weights, which are uninitialised again. Does nothing if it was not released."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -70,19 +82,15 @@ class TorchDecoder:
         self._rope = RopeTable(
             spec.rope, head_dim=spec.head_dim, positions=spec.max_context_tokens, dtype=dtype, device=device
         )
+        self._targets = self._find_targets()
+        layers = (tensor for layer in self.layers for tensor in layer.memory())
+        self._memory = WeightMemory([self.embedding_VE, self.head_VE, self.norm.weight_E, *layers])
 
     def targets(self) -> Mapping[str, Target]:
-        targets = {
-            "model.embed_tokens.weight": whole(self.embedding_VE),
-            "model.norm.weight": whole(self.norm.weight_E),
-        }
-        if not self.spec.tied_embeddings:
-            targets["lm_head.weight"] = whole(self.head_VE)
-        for index, layer in enumerate(self.layers):
-            targets |= {f"model.layers.{index}.{name}": target for name, target in layer.targets().items()}
-        return targets
+        return self._targets
 
     def forward(self, ids_T: Tensor, positions_T: Tensor, pages: Tensor, batch: PrefillBatch | DecodeBatch) -> Tensor:
+        assert not self._memory.released, "the weights were released"
         x_TE = F.embedding(ids_T, self.embedding_VE)
         rope = self._rope.at(positions_T)
         for index, layer in enumerate(self.layers):
@@ -90,7 +98,25 @@ class TorchDecoder:
         return self.norm(x_TE)
 
     def logits(self, hidden_RE: Tensor) -> Tensor:
+        assert not self._memory.released, "the weights were released"
         return F.linear(hidden_RE, self.head_VE)
+
+    def release(self) -> int:
+        return self._memory.release()
+
+    def reclaim(self) -> None:
+        self._memory.reclaim()
 
     def close(self) -> None:
         """Nothing to do."""
+
+    def _find_targets(self) -> Mapping[str, Target]:
+        targets: dict[str, Target] = {
+            "model.embed_tokens.weight": Whole(self.embedding_VE),
+            "model.norm.weight": Whole(self.norm.weight_E),
+        }
+        if not self.spec.tied_embeddings:
+            targets["lm_head.weight"] = Whole(self.head_VE)
+        for index, layer in enumerate(self.layers):
+            targets |= {f"model.layers.{index}.{name}": target for name, target in layer.targets().items()}
+        return targets

@@ -8,7 +8,7 @@ Shape letters: T tokens, E hidden, I intermediate, N query heads, K KV heads, H 
 A = N + 2K heads of the fused projection; X and Y the inputs and outputs of a linear map, G = 2I.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ from torch import Tensor
 from rollout.attention.interface import Attention, DecodeBatch, PrefillBatch
 from rollout.model.rope import rotate
 from rollout.model.spec import ModelSpec
-from rollout.model.weights import Target, head_widths, whole
+from rollout.model.weights import Target, Whole, head_widths
 
 _SERIAL_ELEMENTS = 32768
 """Elementwise CPU kernels split more elements than this among threads, in the middle of rows."""
@@ -29,6 +29,9 @@ class Linear:
     def __init__(self, x: int, y: int, *, bias: bool, dtype: torch.dtype, device: torch.device) -> None:
         self.weight_YX = torch.empty((y, x), dtype=dtype, device=device)
         self.bias_Y = torch.empty((y,), dtype=dtype, device=device) if bias else None
+
+    def memory(self) -> tuple[Tensor, ...]:
+        return (self.weight_YX,) if self.bias_Y is None else (self.weight_YX, self.bias_Y)
 
     def __call__(self, x_TX: Tensor) -> Tensor:
         return F.linear(x_TX, self.weight_YX, self.bias_Y)
@@ -64,21 +67,27 @@ class Layer:
 
     def targets(self) -> Mapping[str, Target]:
         """Where each tensor goes, under its Hugging Face name within the layer."""
-        targets = {
-            "input_layernorm.weight": whole(self.attention_norm.weight_E),
-            "post_attention_layernorm.weight": whole(self.mlp_norm.weight_E),
-            "self_attn.o_proj.weight": whole(self.out.weight_YX),
-            "mlp.down_proj.weight": whole(self.down.weight_YX),
+        targets: dict[str, Target] = {
+            "input_layernorm.weight": Whole(self.attention_norm.weight_E),
+            "post_attention_layernorm.weight": Whole(self.mlp_norm.weight_E),
+            "self_attn.o_proj.weight": Whole(self.out.weight_YX),
+            "mlp.down_proj.weight": Whole(self.down.weight_YX),
         }
         widths = head_widths(self._spec)
         for name, part in zip(widths, torch.split(self.qkv.weight_YX, list(widths.values())), strict=True):
-            targets[f"self_attn.{name}_proj.weight"] = whole(part)
+            targets[f"self_attn.{name}_proj.weight"] = Whole(part)
         if self.qkv.bias_Y is not None:
             for name, part in zip(widths, torch.split(self.qkv.bias_Y, list(widths.values())), strict=True):
-                targets[f"self_attn.{name}_proj.bias"] = whole(part)
+                targets[f"self_attn.{name}_proj.bias"] = Whole(part)
         for name, part in zip(("gate", "up"), self.gate_up.weight_YX.chunk(2), strict=True):
-            targets[f"mlp.{name}_proj.weight"] = whole(part)
+            targets[f"mlp.{name}_proj.weight"] = Whole(part)
         return targets
+
+    def memory(self) -> Iterator[Tensor]:
+        """Everything that it holds."""
+        yield from (self.attention_norm.weight_E, self.mlp_norm.weight_E)
+        for linear in (self.qkv, self.out, self.gate_up, self.down):
+            yield from linear.memory()
 
     def forward(
         self,

@@ -13,6 +13,8 @@ from rollout.native.build import build
 
 PANEL = 32
 """Output columns of a packed linear map that lie together."""
+LINE_BYTES = 64
+"""Of the cache."""
 LANES = 16
 """Elements that may be read past the end of a row of id bits."""
 MOST_GROUPS = 256
@@ -105,6 +107,15 @@ class Kernels:
     def logits(self, model: Model, *, bf16: bool, hidden: int, rows: int, out: int) -> None:
         self._library.rollout_logits(self._team, ctypes.byref(model), bf16, hidden, rows, out)
 
+    def pack(self, *, rows: int, count: int, steps: int, panels: int, copy: int | None) -> None:
+        """Write `count` rows of `steps` words into panels, and as they are to `copy`; both begin at a cache line."""
+        assert not (panels | (copy or 0)) % LINE_BYTES, f"panels at {panels:#x} and a copy at {copy or 0:#x}"
+        self._library.rollout_pack(self._team, rows, count, steps, panels, copy)
+
+    def unpack(self, *, panels: int, count: int, steps: int, rows: int) -> None:
+        """Write what panels hold as `count` rows of `steps` words."""
+        self._library.rollout_unpack(self._team, panels, count, steps, rows)
+
     @property
     def histogram_bytes(self) -> int:
         """What sampling with top-k or top-p needs for each thread."""
@@ -143,6 +154,8 @@ def load() -> tuple[str, ctypes.CDLL]:
         ("workspace_bytes", int64, (pointer, int32, int32, int32)),
         ("forward", None, (pointer, pointer, int32, pointer, pointer, pointer, pointer)),
         ("logits", None, (pointer, pointer, int32, pointer, int32, pointer)),
+        ("pack", None, (pointer, pointer, int32, int32, pointer, pointer)),
+        ("unpack", None, (pointer, pointer, int32, int32, pointer)),
         ("histogram_bytes", int64, ()),
         ("sample", None, (pointer, int32, pointer, pointer, pointer)),
     ):

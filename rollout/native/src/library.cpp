@@ -1,5 +1,6 @@
 // What Python calls, by ctypes; rollout/native/library.py mirrors the structures.
 #include "decoder.h"
+#include "panels.h"
 #include "sampler.h"
 
 namespace {
@@ -46,6 +47,15 @@ void rollout_logits(Team* team, const rollout::Model* model, int32_t is_bf16, co
         using T = std::remove_pointer_t<decltype(type)>;
         rollout::logits<T>(*team, *model, static_cast<const T*>(hidden), rows, static_cast<T*>(out));
     });
+}
+
+void rollout_pack(Team* team, const void* rows, int32_t count, int32_t steps, void* panels, void* copy) {
+    rollout::pack(*team, static_cast<const char*>(rows), count, steps, static_cast<uint32_t*>(panels),
+                  static_cast<char*>(copy));
+}
+
+void rollout_unpack(Team* team, const void* panels, int32_t count, int32_t steps, void* rows) {
+    rollout::unpack(*team, static_cast<const uint32_t*>(panels), count, steps, static_cast<char*>(rows));
 }
 
 int64_t rollout_histogram_bytes() { return sizeof(rollout::Histogram); }

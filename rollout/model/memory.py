@@ -1,0 +1,49 @@
+"""The memory that a decoder's weights lie in: given back as a whole, and taken again under the same tensors.
+
+The tensors and all views of them stay what they are meanwhile, without memory; their addresses change.
+"""
+
+import ctypes
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+
+class WeightMemory:
+    """Of some tensors; those that share memory count once."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        storages = (tensor.untyped_storage() for tensor in tensors)
+        self._storages = list({storage.data_ptr(): storage for storage in storages}.values())
+        self._sizes = [storage.nbytes() for storage in self._storages]
+        self.released = False
+
+    def release(self) -> int:
+        """Give all of it back to the system or to CUDA, unless that is done; the bytes given back."""
+        if self.released:
+            return 0
+        self.released = True
+        for storage in self._storages:
+            storage.resize_(0)
+        _return_freed()
+        torch.cuda.empty_cache()
+        return sum(self._sizes)
+
+    def reclaim(self) -> None:
+        """Take as much again, holding anything. Does nothing if it was not released."""
+        if self.released:
+            for storage, size in zip(self._storages, self._sizes, strict=True):
+                storage.resize_(size)
+            self.released = False
+
+
+def has_memory(tensor: Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() > 0
+
+
+def _return_freed() -> None:
+    """The C library of GNU keeps freed blocks of up to 32 MiB until it is told to return them."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
