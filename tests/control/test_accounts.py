@@ -41,7 +41,7 @@ def test_a_life_from_part_to_part() -> None:
     stage.resume(A)
     stage.controller.pause(stage.now)
     assert where(stage) == {"submitted": 1, "active": 1}
-    stage.controller.unpause(stage.now)
+    stage.take_note(stage.controller.unpause(stage.now))
     stage.finish(A, 1)
     assert where(stage) == {"submitted": 1, "buffered": 1}
     stage.take()
@@ -135,7 +135,7 @@ def test_whatever_happens_the_sum_is_what_was_submitted_and_everything_can_be_ha
         if luck.random() < 0.2:
             handed += [t.trajectory_id for each in stage.take(luck.randint(1, 3)) for t in each.trajectories]
     stage.end_collection()
-    stage.controller.unpause(stage.now)
+    stage.take_note(stage.controller.unpause(stage.now))
     for _ in range(100):
         stage.answer_all()
         stage.abort(*(record.trajectory_id for record in stage.controller.resolve(None)[0]), then=Then.FINISH)
