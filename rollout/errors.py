@@ -28,6 +28,10 @@
     │   ├── GroupFailedError     a group of which a member failed for good
     │   ├── UnknownWorkerError   no worker of that name, or the last one
     │   └── WorkerLostError      no worker is left to run a trajectory
+    ├── WeightsError             weights that cannot be published, sent or read; the old ones stay
+    │   ├── WeightsChecksumError bytes of a tensor that do not match their checksum
+    │   ├── WeightsSourceError   weights that cannot be read, or are not what they say
+    │   └── WeightsUpdateError   an update that workers refused; all keep the old weights
     └── DeadlineError            a wait ended at its deadline (also a TimeoutError)
 
 A message says what was wrong, what was received and what is allowed.
@@ -178,6 +182,28 @@ class UnknownWorkerError(ServiceError):
 
 class WorkerLostError(ServiceError):
     """No worker is left to run a trajectory."""
+
+
+class WeightsError(RolloutError):
+    """Weights that cannot be published, sent or read."""
+
+
+class WeightsChecksumError(WeightsError):
+    """Bytes of `tensor` that do not match their checksum: they have `got`, not `expected`."""
+
+    def __init__(self, message: str, *, tensor: str = "", got: int | None = None, expected: int | None = None) -> None:
+        super().__init__(message)
+        self.tensor = tensor
+        self.got = got
+        self.expected = expected
+
+
+class WeightsSourceError(WeightsError):
+    """Weights that cannot be read, do not arrive, or are not what they say."""
+
+
+class WeightsUpdateError(WeightsError):
+    """An update of the weights that did not happen, and why for each worker."""
 
 
 class DeadlineError(RolloutError, TimeoutError):
