@@ -54,7 +54,7 @@ class PackedRows:
                 self._pack(self.kernels, chunk, first=first)
 
     def read(self) -> Tensor:
-        """With a copy, what both hold."""
+        """Asserts that a copy, if there is one, holds the same."""
         assert has_memory(self.panels_Pscw), "the weights were released"
         read_YX = torch.empty(self.shape, dtype=self.dtype)
         if self.kernels is None:

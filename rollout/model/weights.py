@@ -29,7 +29,10 @@ Described = tuple[str, tuple[int, ...], str]
 
 
 class Target(Protocol):
-    """The part of a decoder's memory that holds one tensor, in whatever layout."""
+    """The part of a decoder's memory that holds one tensor, in whatever layout.
+
+    Written and read by the thread that runs the decoder: native kernels do it on the same team.
+    """
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -164,7 +167,10 @@ def _write(
 
 
 def stream_weights(decoder: Loadable) -> Iterator[tuple[str, Tensor]]:
-    """A copy of every tensor that a decoder holds with its name, on the CPU: what `load_weights` takes."""
+    """A copy of every tensor that a decoder holds with its name, on the CPU: what `load_weights` takes.
+
+    Iterated by the thread that runs the decoder, which may run it meanwhile.
+    """
     for name, target in decoder.targets().items():
         yield name, target.read()
 

@@ -149,3 +149,11 @@ def test_every_bit_pattern_survives(dtype: torch.dtype, kernels: Kernels | None)
     linear.weight("w").write(weight_YX)
     assert same(linear._weight_Pscw, packed(weight_YX))
     assert same(linear.weight("w").read(), weight_YX)
+
+
+def test_panels_that_do_not_begin_at_a_cache_line_are_refused_with_their_address() -> None:
+    kernels = Kernels(1)
+    for panels, copy in ((0x1004, None), (0x1000, 0x2008)):
+        with pytest.raises(AssertionError, match=f"{panels:#x}.*{copy or 0:#x}"):
+            kernels.pack(rows=0, count=0, steps=1, panels=panels, copy=copy)
+    kernels.close()

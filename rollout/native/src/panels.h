@@ -55,8 +55,8 @@ inline void stream_run(const char* from, int64_t bytes, char* to) {
     std::memcpy(to + i, from + i, bytes - i);
 }
 
-// `columns` rows of `steps` words; the panel's other columns are left as they are. What is at `next`
-// will be wanted soon.
+// `columns` rows of `steps` words; the panel's other columns are left as they are. What is at `next` will be
+// wanted soon.
 inline void pack_panel(const char* rows, int columns, int steps, uint32_t* panel, const char* next) {
     const int64_t stride = (int64_t)steps * sizeof(uint32_t);
     int s = 0;
