@@ -293,6 +293,71 @@ class DriverConfig(Section):
     """Seconds in which nothing goes on although something could, after which waiting calls raise `StalledError`."""
 
 
+class ObjectStore(Section):
+    """The trainer puts weights into Ray's object store, once; every worker reads them there."""
+
+    kind: Literal["object_store"]
+    bucket_bytes: ByteSize = ByteSize(64 << 20)
+    """Of one object, if no tensor is bigger: what a worker has of the new weights at one time."""
+
+
+class Disk(Section):
+    """The trainer names a directory of safetensors; every worker reads it."""
+
+    kind: Literal["disk"]
+
+
+class Collective(Section):
+    """The trainer broadcasts weights to all workers with torch.distributed."""
+
+    kind: Literal["collective"]
+    bucket_bytes: ByteSize = ByteSize(64 << 20)
+    """Of one broadcast, if no tensor is bigger; two are under way at a time."""
+    staged: bool = True
+    """Workers hold all of the new weights beside the old ones before any of these is touched. Without that a worker
+    which fails to receive is fenced, and loads anew."""
+
+
+class SameWeights(Section):
+    """A trajectory goes on only with KV that the live weights wrote; other KV is computed again."""
+
+    kind: Literal["same_weights"]
+
+
+class StaleKV(Section):
+    """A trajectory goes on with its own KV of earlier weights, and nobody else's."""
+
+    kind: Literal["stale"]
+    max_lag: PositiveInt = 1
+    """Updates since it was written, after which KV is not used any more."""
+
+
+KVReuse = SameWeights | StaleKV
+
+
+class WeightsConfig(Section):
+    transport: Annotated[ObjectStore | Disk | Collective, Field(discriminator="kind")] = ObjectStore(
+        kind="object_store"
+    )
+    """How `update_weights` brings tensors to the workers. A directory is read from disk in any case."""
+    mode: Literal["recompute", "in_place", "suspend", "finish"] = "recompute"
+    """What an update does to running trajectories, unless it says: their KV is computed again with the new weights;
+    they go on with what they have (needs kv_reuse: stale); they are suspended before and resumed after; they end
+    before, and nothing starts until then."""
+    kv_reuse: Annotated[KVReuse, Field(discriminator="kind")] = SameWeights(kind="same_weights")
+    """Whether KV that other weights wrote may be used at all."""
+    timeout_s: PositiveFloat = 300.0
+    """Of an update, after which it fails and names the worker that did not answer, unless it says otherwise."""
+    version_timeout_s: PositiveFloat = 600.0
+    """For which a trajectory waits for the version that it asks for, after which it fails."""
+
+    @model_validator(mode="after")
+    def _in_place_reuses(self) -> "WeightsConfig":
+        if self.mode == "in_place" and self.kv_reuse.kind == "same_weights":
+            raise ValueError("mode: got in_place, which needs kv_reuse: stale")
+        return self
+
+
 class SamplingConfig(Section):
     """`types.SamplingParams` as a section; null fields come from the model's generation_config.json."""
 
@@ -383,6 +448,7 @@ class Config(Section):
     resume: ResumeConfig = ResumeConfig()
     groups: GroupsConfig = GroupsConfig()
     driver: DriverConfig = DriverConfig()
+    weights: WeightsConfig = WeightsConfig()
     sampling: SamplingConfig = SamplingConfig()
     run: RunConfig = RunConfig()
 

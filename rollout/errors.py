@@ -27,6 +27,7 @@
     │   ├── StalledError         nothing went on for `driver.stall_timeout_s`; says what everything is doing
     │   ├── GroupFailedError     a group of which a member failed for good
     │   ├── UnknownWorkerError   no worker of that name, or the last one
+    │   ├── UnsatisfiableVersionError  weights of a version that will not be live again
     │   └── WorkerLostError      no worker is left to run a trajectory
     ├── WeightsError             weights that cannot be published, sent or read; the old ones stay
     │   ├── WeightsChecksumError bytes of a tensor that do not match their checksum
@@ -178,6 +179,10 @@ class GroupFailedError(ServiceError):
 
 class UnknownWorkerError(ServiceError):
     """No worker of that name, or the only one left."""
+
+
+class UnsatisfiableVersionError(ServiceError):
+    """Weights of a version that will not be live again were asked for."""
 
 
 class WorkerLostError(ServiceError):

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from rollout.types import AbortReason, Keep, NodeId, Phase, Then, TrajectoryId, WorkerId
+from rollout.types import AbortReason, Keep, NodeId, Phase, Then, TrajectoryId, Weights, WorkerId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,7 @@ class WorkerStats:
     pid: int
     incarnation: str
     engine: EngineStats
-    weights_id: str
+    weights: Weights
     exported_bytes: int
     """Sent to pools."""
     exporting: int
@@ -245,6 +245,24 @@ class RolloutCounters:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Staleness:
+    """How far sampled tokens were behind the version that was live when they were handed out, in versions."""
+
+    tokens: Mapping[int, int] = field(default_factory=dict)
+    """By how far; negative where the live version is an older one."""
+
+    @property
+    def mean(self) -> float | None:
+        """Of all tokens; None if there are none."""
+        count = sum(self.tokens.values())
+        return sum(behind * tokens for behind, tokens in self.tokens.items()) / count if count else None
+
+    @property
+    def max(self) -> int | None:
+        return max(self.tokens, default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceStats:
     """The whole service."""
 
@@ -259,6 +277,10 @@ class ServiceStats:
     """Where KV went, by what stopped the trajectory, number."""
     last_decisions: tuple[Decision, ...] = ()
     counters: RolloutCounters
+    weights: Weights
+    """Those that are live."""
+    staleness: Staleness = Staleness()
+    """Of all that was handed out."""
     troubles: tuple[str, ...] = ()
     """The last workers lost, exports and restores failed, images displaced and nodes that spilled, with the reasons."""
     workers: tuple[WorkerStats, ...] = ()

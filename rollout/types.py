@@ -19,8 +19,35 @@ NodeId = NewType("NodeId", str)
 SegmentId = NewType("SegmentId", str)
 Version = NewType("Version", int)
 """The user's label on the weights."""
+WeightsId = NewType("WeightsId", str)
+"""Ours: fresh for every load of weights into a service, and never used again."""
 SequenceKey = tuple[TrajectoryId, int]
 """A trajectory and the epoch of its assignment to a worker."""
+
+
+class Weights(NamedTuple):
+    """One load of weights into a service. Two with the same version may differ."""
+
+    weights_id: WeightsId
+    version: Version
+
+
+class KVRun(NamedTuple):
+    """Consecutive positions whose KV was written by the same weights."""
+
+    weights: Weights
+    tokens: int
+
+
+def first_tokens(runs: Sequence[KVRun], tokens: int) -> tuple[KVRun, ...]:
+    """The runs of the first `tokens` positions of those that `runs` are of."""
+    taken: list[KVRun] = []
+    for run in runs:
+        if tokens <= 0:
+            break
+        taken.append(KVRun(run.weights, min(run.tokens, tokens)))
+        tokens -= run.tokens
+    return tuple(taken)
 
 
 class Phase(StrEnum):
@@ -62,6 +89,26 @@ class Keep(StrEnum):
     """Nowhere: it is computed again."""
 
 
+class UpdateMode(StrEnum):
+    """What an update of the weights does to running trajectories."""
+
+    RECOMPUTE = "recompute"
+    """Their KV is computed again, with the new weights."""
+    IN_PLACE = "in_place"
+    """They go on with the KV they have."""
+    SUSPEND = "suspend"
+    """They are suspended before, and resumed after."""
+    FINISH = "finish"
+    """They end before; nothing starts until then."""
+
+
+class PausedBy(StrEnum):
+    """Who has the workers run no step; they run again when nobody does."""
+
+    DRIVER = "driver"
+    UPDATE = "update"
+
+
 class Then(StrEnum):
     """What an abort does with the trajectory."""
 
@@ -101,6 +148,10 @@ class AbortReason(StrEnum):
     """Its worker is being taken out of service."""
     GROUP_FAILED = "group_failed"
     """Another member failed."""
+    VERSION = "version"
+    """The version that it asked for is not live any more."""
+    WEIGHTS = "weights"
+    """Other weights are being loaded (mode `suspend`)."""
 
 
 class Priority(StrEnum):
@@ -271,6 +322,18 @@ def version_runs(versions: Sequence[Version | None]) -> tuple[VersionRun, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KVSpan:
+    """Tokens that were sampled while the same versions had written the KV before them. Positions count the prompt."""
+
+    first: int
+    stop: int
+    """Tokens [first, stop); those among them that were appended came after sampled ones."""
+    kv: tuple[tuple[int, int, Version], ...]
+    """(start, stop, version): the KV of positions [start, stop). They cover [0, first); what follows was written by the
+    version that sampled these tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentRun:
     """Consecutive pages of one segment, as part of an image."""
 
@@ -291,6 +354,8 @@ class Image:
 
     runs: tuple[SegmentRun, ...]
     kv_tokens: int
+    written: tuple[KVRun, ...]
+    """By which weights, for all of its positions."""
 
     @property
     def pages(self) -> int:
@@ -361,6 +426,8 @@ class Trajectory:
     output_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     versions: tuple[VersionRun, ...]
+    kv_spans: tuple[KVSpan, ...] = ()
+    """Which versions wrote the KV that each output token was sampled on."""
     finish_reason: FinishReason | None
     """None while the trajectory is still resumable (a partial)."""
     abort_reason: AbortReason | None = None
@@ -420,6 +487,8 @@ class Delivery:
     """With which it was submitted."""
     error: str | None = None
     """Why the group failed as a whole (`groups.failed_member`)."""
+    version: Version = Version(0)
+    """That was live when it was handed out first."""
 
     def raise_for_failure(self) -> Self:
         """Itself, unless the group failed: then `GroupFailedError` is raised."""
@@ -476,6 +545,33 @@ class DrainReport:
     """Trajectories that were on it, or had KV on it, when it was asked for."""
     empty: bool = True
     """Nothing is left on it, and its process was ended; otherwise the drain goes on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateReport:
+    """What an update of the weights came to."""
+
+    version: Version
+    previous: Version
+    """That was live before."""
+    mode: UpdateMode
+    workers: tuple[WorkerId, ...]
+    """That have the new weights."""
+    fenced: dict[WorkerId, str]
+    """Workers that failed to load them, and why: their processes were ended, and serve again when they have."""
+    nbytes: int
+    """Of the tensors, read by each worker."""
+    prepare_s: float
+    """In which workers checked the new weights while they decoded."""
+    pause_s: float
+    """From then on, until trajectories could go on."""
+    commit_s: float
+    """Of these, in which the weights were replaced."""
+
+    @property
+    def rolled_back(self) -> bool:
+        """The version is older than the one before."""
+        return self.version < self.previous
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,15 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollout.config import AbortConfig, EngineConfig, GroupsConfig, HostConfig, ModelConfig, ResumeConfig
+from rollout.config import (
+    AbortConfig,
+    EngineConfig,
+    GroupsConfig,
+    HostConfig,
+    ModelConfig,
+    ResumeConfig,
+    WeightsConfig,
+)
 from rollout.control.commands import (
     Command,
     Drop,
@@ -28,7 +36,7 @@ from rollout.control.commands import (
     Unpause,
 )
 from rollout.control.controller import Controller
-from rollout.control.messages import Event, Exported, WorkerDown, WorkerEvent, WorkerReport, WorkerUp
+from rollout.control.messages import Event, Exported, WeightsLive, WorkerDown, WorkerEvent, WorkerReport, WorkerUp
 from rollout.control.records import Record
 from rollout.control.submission import Submission
 from rollout.engine.assembly import Assembled, assemble
@@ -38,11 +46,13 @@ from rollout.kv.image import describe
 from rollout.kv.restore import Segment
 from rollout.kv.tiers import PageRef
 from rollout.model.spec import read_spec
+from rollout.model.weights import load_weights, stream_safetensors
 from rollout.types import (
     Delivery,
     GroupId,
     Image,
     Keep,
+    KVRun,
     NodeId,
     Phase,
     SamplingParams,
@@ -52,9 +62,12 @@ from rollout.types import (
     Trajectory,
     TrajectoryId,
     Version,
+    Weights,
+    WeightsId,
     WorkerId,
     trajectory_seed,
 )
+from tests.weights import WEIGHTS
 
 NODE = NodeId("node")
 MAX_STEPS = 5000
@@ -70,7 +83,9 @@ class LocalPool:
         """Readers wait for it."""
         self.gate.set()
 
-    def store(self, source: Assembled, pages: Sequence[PageRef], tokens: int, fence: Fence) -> Image:
+    def store(
+        self, source: Assembled, pages: Sequence[PageRef], tokens: int, fence: Fence, written: tuple[KVRun, ...]
+    ) -> Image:
         buffers = [buffer.copy() for buffer in source.storage.gather(pages, tokens, fence)]
         for buffer in buffers:
             buffer.flags.writeable = False
@@ -85,7 +100,7 @@ class LocalPool:
         segment = SegmentId(f"s{len(self.segments)}")
         self.segments[segment] = Segment(manifest=manifest, buffers=buffers)
         run = SegmentRun(node=NODE, segment=segment, first=0, pages=len(pages))
-        return Image(runs=(run,), kv_tokens=tokens)
+        return Image(runs=(run,), kv_tokens=tokens, written=written)
 
     @contextlib.contextmanager
     def open(self, runs: Sequence[SegmentRun], deadline: float) -> Iterator[Sequence[Segment]]:
@@ -108,6 +123,7 @@ class LocalService:
         keep: Keep = Keep.POOL,
         dtype: str = "float32",
         host: dict[str, Any] | None = None,
+        kv_reuse: dict[str, Any] | None = None,
         **engine: Any,
     ) -> None:
         self.pool = LocalPool()
@@ -119,9 +135,11 @@ class LocalService:
         self.core = Controller(
             workers=workers,
             max_context=2048,
+            weights=WEIGHTS,
             abort=AbortConfig.model_validate({"keep": keep, "policies": policies}),
             resume=ResumeConfig(prefer="other"),
             groups=GroupsConfig(),
+            versions=WeightsConfig.model_validate({"kv_reuse": kv_reuse or {"kind": "same_weights"}}),
         )
         self.calls = itertools.count()
         self.workers: dict[WorkerId, Assembled] = {}
@@ -142,10 +160,17 @@ class LocalService:
             reader=self.pool,
             restore_timeout_s=60.0,
             wake=self.woken.set,
-            weights_id="weights",
-            version=Version(0),
+            weights=self.core.weights,
         )
         self.handle(WorkerUp(worker=worker, node=NODE, incarnation=worker, max_running=self.config.max_running))
+
+    def update(self, path: Path, version: int, *, in_place: bool = False) -> None:
+        """Replace all weights by those of another directory, between two steps."""
+        weights = Weights(WeightsId(f"load {next(self.calls)}"), Version(version))
+        for worker in self.workers.values():
+            load_weights(worker.decoder, stream_safetensors(path))
+            worker.engine.replace_weights(weights, reusable=self.core.reusable_with(weights), in_place=in_place)
+        self.handle(WeightsLive(weights=weights))
 
     def lose(self, worker: WorkerId) -> None:
         """Its process is gone; another takes its place."""
@@ -251,6 +276,6 @@ class LocalService:
     def export(self, order: Export) -> None:
         source = self.workers[order.worker]
         pages, fence = source.engine.sources((order.trajectory_id, order.epoch))
-        image = self.pool.store(source, pages, order.kv_tokens, fence)
+        image = self.pool.store(source, pages, order.kv_tokens, fence, order.written)
         sent = order.kv_tokens * source.storage.token_bytes
         self.handle(Exported(trajectory_id=order.trajectory_id, epoch=order.epoch, image=image, sent_bytes=sent))

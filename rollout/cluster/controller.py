@@ -10,6 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from ray.exceptions import RayError
@@ -19,6 +20,8 @@ from rollout.cluster.calls import one_line
 from rollout.cluster.description import ServiceDescription, WorkerDescription
 from rollout.cluster.orders import Orders
 from rollout.cluster.supervision import Supervisor
+from rollout.cluster.updater import Updater
+from rollout.cluster.weights import Parcel
 from rollout.cluster.workforce import Post, hire
 from rollout.control.collection import Collection
 from rollout.control.commands import Command
@@ -40,6 +43,10 @@ from rollout.types import (
     Trajectory,
     TrajectoryId,
     TurnMark,
+    UpdateMode,
+    UpdateReport,
+    Version,
+    Weights,
     WorkerId,
 )
 
@@ -64,26 +71,38 @@ class ControllerActor:
         posts: Mapping[WorkerId, Post],
         described: Sequence[WorkerDescription],
         pools: Mapping[NodeId, Any],
-        weights_id: str,
+        weights: Weights,
     ) -> None:
-        """`weights_id` names what every worker loads."""
+        """`weights` are what every worker loads by itself."""
         config = description.config
         self._description = description
         self._config = config
         self._described = list(described)
-        self._weights_id = weights_id
+        self._first_weights = weights
         self._numbers = itertools.count(len(posts))
         self._background = Background()
-        self._workers = Supervisor(config, posts, pools, handle=self._handle, background=self._background)
+        self._workers = Supervisor(
+            config, posts, pools, handle=self._handle, admit=self._admit, background=self._background
+        )
         self._orders = Orders(
             self._workers, config.pool.export_timeout_s, handle=self._handle, background=self._background
         )
         self._core = Controller(
             workers=len(posts),
             max_context=description.max_context,
+            weights=weights,
             abort=config.abort,
             resume=config.resume,
             groups=config.groups,
+            versions=config.weights,
+        )
+        self._updater = Updater(
+            self._core,
+            self._workers,
+            handle=self._handle,
+            carry_out=self._carry_out,
+            until=partial(self._until, progress=False),
+            admit_s=config.cluster.start_timeout_s,
         )
         self._decisions = 0
         """How many were logged."""
@@ -233,6 +252,18 @@ class ControllerActor:
     async def unpause(self) -> None:
         self._carry_out(self._core.unpause(time.time()))
 
+    async def update_weights(
+        self, parcel: Parcel, version: Version, mode: UpdateMode, timeout_s: float, delta: bool
+    ) -> UpdateReport:
+        """Have every worker replace its weights, by all or (`delta`) some tensors.
+
+        Raises `WeightsUpdateError` or `DeadlineError`, and nothing has changed.
+        """
+        return await self._updater.update(parcel, version, mode, timeout_s, delta=delta)
+
+    async def _admit(self, actor: Any, described: WorkerDescription) -> None:
+        await self._updater.admit(actor, described)
+
     async def add_workers(self, count: int) -> tuple[WorkerId, ...]:
         """Start more workers; they take part as soon as they have loaded the model.
 
@@ -244,7 +275,7 @@ class ControllerActor:
         there = [each for each in self._described if each.worker in self._workers.actors]
         self._core.expect_workers(count)
         try:
-            posts, described = await asyncio.to_thread(hire, self._description, names, self._weights_id, there)
+            posts, described = await asyncio.to_thread(hire, self._description, names, self._first_weights, there)
         except BaseException:
             self._core.expect_workers(-count)
             raise
@@ -276,6 +307,8 @@ class ControllerActor:
             decisions=self._core.keeping.counts,
             last_decisions=self._core.keeping.last,
             counters=self._core.counters,
+            weights=self._core.weights,
+            staleness=self._core.staleness,
             troubles=self._core.troubles,
             workers=tuple(stats for stats in workers if stats is not None),
             pools=tuple(stats for stats in pools if stats is not None),

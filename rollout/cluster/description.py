@@ -8,7 +8,7 @@ from rollout.config import Config
 from rollout.control.messages import WorkerEvent, WorkerFacts
 from rollout.kv.keys import Fingerprint
 from rollout.text import TokenizerFiles
-from rollout.types import NodeId, WorkerId
+from rollout.types import NodeId, Weights, WorkerId
 
 NAMESPACE = "rollout"
 """Ray namespace of the named actors."""
@@ -28,6 +28,8 @@ class WorkerDescription:
     """KV of one token, all layers."""
     max_context: int
     max_running: int
+    weights: Weights
+    """That it loaded by itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

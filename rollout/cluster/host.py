@@ -10,7 +10,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from functools import partial
 
 import torch
@@ -22,12 +22,14 @@ from rollout.control.commands import Assignment
 from rollout.control.messages import TELL_S, Failed, Moved, Parked, Sampled, WorkerEvent, merge_sampled
 from rollout.engine.assembly import assemble
 from rollout.engine.engine import IDLE_S
-from rollout.errors import DeadlineError, RequestError
+from rollout.errors import DeadlineError, RequestError, WeightsSourceError
 from rollout.kv.image import Buffer, Manifest, describe, join
 from rollout.kv.restore import ImageReader
 from rollout.metrics import WorkerStats
 from rollout.model.spec import read_spec
-from rollout.types import Keep, NodeId, SequenceKey, Version, WorkerId
+from rollout.model.weights import check_weights, write_weights
+from rollout.transport.source import WeightsSource
+from rollout.types import Keep, NodeId, SequenceKey, Weights, WeightsId, WorkerId
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +43,7 @@ class Host:
         node: NodeId,
         incarnation: str,
         config: Config,
-        weights_id: str,
+        weights: Weights,
         reader: ImageReader,
     ) -> None:
         """Raises `ConfigError` if the configuration and this machine do not fit together."""
@@ -49,7 +51,7 @@ class Host:
         self._node = node
         self._incarnation = incarnation
         self._threads = config.cluster.cpus_per_worker
-        self._weights_id = weights_id
+        self._weights = weights
         self._parked_s = 2 * config.pool.export_timeout_s
         """Pages of a parked sequence that nobody releases are freed after this."""
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -67,8 +69,7 @@ class Host:
             reader=reader,
             restore_timeout_s=config.pool.restore_timeout_s,
             wake=self._wake,
-            weights_id=self._weights_id,
-            version=Version(0),
+            weights=weights,
             memory=config.abort.policy(Memory),
         )
         self._engine = assembled.engine
@@ -82,7 +83,12 @@ class Host:
             token_bytes=assembled.storage.token_bytes,
             max_context=assembled.max_context,
             max_running=config.engine.max_running,
+            weights=weights,
         )
+        self._decoder = assembled.decoder
+        self._fenced = False
+        """Its weights may be a mixture: it serves nothing any more."""
+        self._prepared: tuple[str, WeightsSource] | None = None
         self._changed = threading.Condition()
         self._outbox: list[WorkerEvent] = []
         self._pressing = False
@@ -145,6 +151,56 @@ class Host:
             return answers.get(timeout=timeout_s)
         except queue.Empty:
             raise DeadlineError(f"the engine of {self._worker} did not answer within {timeout_s:g} s") from None
+
+    def prepare_weights(self, name: str, source: WeightsSource) -> int:
+        """See that all of `source` can be read, is whole and fits; returns its size in bytes.
+
+        Raises `WeightsError` or `UnsupportedModelError`.
+        """
+        self.drop_weights()
+        try:
+            check_weights(self._decoder, source.manifest.described(), partial=source.manifest.delta)
+            source.verify()
+        except BaseException:
+            source.close()
+            raise
+        self._prepared = (name, source)
+        return source.manifest.nbytes
+
+    def commit_weights(self, name: str, weights: Weights, reusable: Set[WeightsId], *, in_place: bool) -> int:
+        """Replace the weights between two steps by what was prepared under this name.
+
+        Waits until that is done, however long the step before takes.
+        """
+        if self._prepared is None or self._prepared[0] != name:
+            raise WeightsSourceError(f"{self._worker}: no weights were prepared as {name}")
+        _, source = self._prepared
+        answers: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+
+        def replace() -> None:
+            self._fenced = True
+            try:
+                write_weights(self._decoder, source.tensors())
+            except BaseException as error:
+                answers.put(error)
+                return
+            self._engine.replace_weights(weights, reusable=reusable, in_place=in_place)
+            self._weights = weights
+            self._fenced = False
+            answers.put(None)
+
+        self._inbox.put(replace)
+        error = answers.get()
+        self.drop_weights()
+        if error is not None:
+            raise error
+        return source.manifest.nbytes
+
+    def drop_weights(self, name: str | None = None) -> None:
+        """What was prepared, under this name or any, will not be committed."""
+        if self._prepared is not None and name in (None, self._prepared[0]):
+            self._prepared[1].close()
+            self._prepared = None
 
     def poll(self, acknowledged: int, wait_s: float) -> Batch:
         """The next events after batch `acknowledged`, waiting up to `wait_s` seconds for one.
@@ -209,7 +265,7 @@ class Host:
                 for finish in self._exports.collect(time.monotonic()):
                     finish()
                 self._engine.expire()
-                if not self._engine.idle:
+                if not (self._engine.idle or self._fenced):
                     self._tell(self._engine.step())
                 self.stats = self._snapshot()
                 if self._facts_told:
@@ -225,7 +281,7 @@ class Host:
 
     def _take_messages(self) -> None:
         """Run what came in; with nothing to run, wait for the next message."""
-        wait = self._engine.idle or self._engine.blocked
+        wait = self._engine.idle or self._engine.blocked or self._fenced
         while True:
             try:
                 message = self._inbox.get(block=wait, timeout=IDLE_S)
@@ -275,7 +331,7 @@ class Host:
             pid=os.getpid(),
             incarnation=self._incarnation,
             engine=self._engine.stats,
-            weights_id=self._weights_id,
+            weights=self._weights,
             exported_bytes=self._exported_bytes,
             exporting=self._exports.exporting,
         )

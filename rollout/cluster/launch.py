@@ -35,7 +35,7 @@ from rollout.errors import (
 )
 from rollout.model.spec import read_spec
 from rollout.text import read_tokenizer_files
-from rollout.types import WorkerId
+from rollout.types import Version, Weights, WeightsId, WorkerId
 
 CONNECT_S = 5.0
 """Seconds for a Ray cluster to accept a connection."""
@@ -121,8 +121,8 @@ def launch(config: Config) -> Service:
         _check_name(config.cluster.name)
         places = place(config.cluster, config.cluster.workers, service_id)
         names = [WorkerId(f"worker-{index}") for index in range(config.cluster.workers)]
-        weights_id = uuid.uuid4().hex
-        posts = start_workers(config, names, places, weights_id)
+        weights = Weights(WeightsId(uuid.uuid4().hex), Version(0))
+        posts = start_workers(config, names, places, weights)
         actors += [post.actor for post in posts.values()]
         described = describe(posts.values(), config.cluster.start_timeout_s)
         check_alike(described, deterministic=config.engine.deterministic)
@@ -146,7 +146,7 @@ def launch(config: Config) -> Service:
                 # Beside the driver, with which the service ends anyway. Without CPUs, Ray heeds hard wishes only.
                 scheduling_strategy=NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False),
             )
-            .remote(description, posts, described, pools, weights_id)
+            .remote(description, posts, described, pools, weights)
         )
         actors.appendleft(controller)
         wait_for([controller.begin.remote()], config.cluster.start_timeout_s, "the controller")

@@ -117,7 +117,7 @@ class Pool:
         return Exported(
             trajectory_id=order.trajectory_id,
             epoch=order.epoch,
-            image=Image(runs=tuple(job.runs), kv_tokens=order.kv_tokens),
+            image=Image(runs=tuple(job.runs), kv_tokens=order.kv_tokens, written=order.written),
             sent_bytes=job.sent,
             displaced=tuple(job.displaced),
         )

@@ -7,7 +7,7 @@ address.
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,8 @@ from rollout.cluster.description import WorkerDescription
 from rollout.cluster.pool import start_pool
 from rollout.cluster.workforce import Post
 from rollout.config import Config
-from rollout.control.messages import Event, RestoreFailed, WorkerDown, WorkerReport, WorkerUp
+from rollout.control.messages import Event, RestoreFailed, WorkerDown, WorkerReport
+from rollout.errors import WeightsError
 from rollout.types import NodeId, WorkerId
 
 logger = logging.getLogger(__name__)
@@ -40,13 +41,17 @@ class Supervisor:
         pools: Mapping[NodeId, Any],
         *,
         handle: Callable[[Event], None],
+        admit: Callable[[Any, WorkerDescription], Awaitable[None]],
         background: Background,
     ) -> None:
+        """`admit` takes a worker into service, and has `serve` called."""
         self._config = config
         self._posts = dict(posts)
         self._handle = handle
+        self._admit = admit
         self._background = background
         self._incarnations: dict[WorkerId, str] = {}
+        self._serving: set[WorkerId] = set()
         self.pools = dict(pools)
 
     def watch(self, described: WorkerDescription) -> None:
@@ -61,6 +66,7 @@ class Supervisor:
     def retire(self, worker: WorkerId) -> None:
         """End its process and give its place back."""
         post = self._posts.pop(worker)
+        self._serving.discard(worker)
         ray.kill(post.actor)
         if post.placement is not None:
             remove_placement_group(post.placement)
@@ -74,6 +80,20 @@ class Supervisor:
         post = self._posts.get(worker)
         return (post.actor, self._incarnations[worker]) if post is not None else None
 
+    def serve(self, worker: WorkerId) -> None:
+        """It has the live weights."""
+        self._serving.add(worker)
+
+    @property
+    def serving(self) -> dict[WorkerId, tuple[Any, str]]:
+        """The workers in service, with their actors and incarnations."""
+        return {name: (self._posts[name].actor, self._incarnations[name]) for name in sorted(self._serving)}
+
+    def fence(self, worker: WorkerId) -> None:
+        """End its process; it comes back as another one."""
+        if worker in self._posts:
+            ray.kill(self._posts[worker].actor, no_restart=False)
+
     async def _watch(self, worker: Any, described: WorkerDescription) -> None:
         health = self._config.cluster
         current: WorkerDescription | None = described
@@ -82,15 +102,14 @@ class Supervisor:
             if current.node not in self.pools:
                 self.pools[current.node] = start_pool(self._config, current)
             self._background.spawn(self._warm(worker, current), lambda _: None)
-            self._handle(
-                WorkerUp(
-                    worker=current.worker,
-                    node=current.node,
-                    incarnation=current.incarnation,
-                    max_running=current.max_running,
-                )
-            )
-            error = await self._relay(worker, current, health.health_interval_s, health.unresponsive_s)
+            try:
+                await self._admit(worker, current)
+            except (RayError, WeightsError, TimeoutError) as refused:
+                error = f"it could not load the live weights: {one_line(refused)}"
+                self.fence(current.worker)
+            else:
+                error = await self._relay(worker, current, health.health_interval_s, health.unresponsive_s)
+            self._serving.discard(current.worker)
             if current.worker not in self._posts:
                 return  # it was retired
             logger.warning("worker %s is lost: %s", current.worker, error)

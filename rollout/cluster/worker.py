@@ -6,7 +6,7 @@ after Ray has restarted the process. Calls that name another incarnation of the 
 
 import gc
 import uuid
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 import ray
 
@@ -14,24 +14,25 @@ from rollout.cluster.description import Batch, WorkerDescription
 from rollout.cluster.host import Host
 from rollout.cluster.mapping import touch_store
 from rollout.cluster.reader import PoolReader
+from rollout.cluster.weights import Parcel, open_parcel
 from rollout.config import Config
 from rollout.control.commands import Assignment
-from rollout.errors import SegmentMissingError
+from rollout.errors import SegmentMissingError, WorkerLostError
 from rollout.kv.image import Buffer, Manifest
 from rollout.metrics import WorkerStats
-from rollout.types import Keep, NodeId, SequenceKey, WorkerId
+from rollout.types import Keep, NodeId, SequenceKey, Weights, WeightsId, WorkerId
 
-GROUPS = {"control": 1, "events": 1, "data": 2}
+GROUPS = {"control": 1, "events": 1, "data": 2, "weights": 1}
 """Threads of each concurrency group; one for `control` keeps commands in order."""
 
 
 class Worker:
     """One process of the service that decodes."""
 
-    def __init__(self, worker: WorkerId, config: Config, weights_id: str) -> None:
-        """`weights_id` names what `config` makes every worker of the service load."""
+    def __init__(self, worker: WorkerId, config: Config, weights: Weights) -> None:
+        """`weights` are what `config` makes every worker of the service load."""
         self._worker = worker
-        self._weights_id = weights_id
+        self._weights = weights
         self._config = config
         self._incarnation = uuid.uuid4().hex
         self._host: Host | None = None
@@ -45,7 +46,7 @@ class Worker:
         if self._host is None:
             node = NodeId(ray.get_runtime_context().get_node_id())
             reader = PoolReader(self._config.cluster.name, node)
-            self._host = Host(self._worker, node, self._incarnation, self._config, self._weights_id, reader)
+            self._host = Host(self._worker, node, self._incarnation, self._config, self._weights, reader)
             gc.freeze()  # what is loaded now stays: collections need not look through it between steps
         return self._host.description
 
@@ -117,10 +118,40 @@ class Worker:
         exported = [host.export(key, first, stop) for first, stop in parts]
         return [manifest for manifest, _ in exported], *(buffers for _, buffers in exported)
 
+    @ray.method(concurrency_group="weights")
+    def prepare_weights(self, incarnation: str, name: str, parcel: Parcel) -> int:
+        """Read all of it, and see that it is whole and fits, while decoding goes on; returns its size in bytes.
+
+        Raises `WeightsError` or `UnsupportedModelError`.
+        """
+        return self._the_same(incarnation).prepare_weights(name, open_parcel(parcel))
+
+    @ray.method(concurrency_group="weights")
+    def commit_weights(
+        self, incarnation: str, name: str, weights: Weights, reusable: Set[WeightsId], in_place: bool
+    ) -> int:
+        """Replace the weights between two steps by what was prepared; returns its size in bytes.
+
+        After an error this process serves nothing any more.
+        """
+        return self._the_same(incarnation).commit_weights(name, weights, reusable, in_place=in_place)
+
+    @ray.method(concurrency_group="weights")
+    def drop_weights(self, incarnation: str, name: str) -> None:
+        """What was prepared will not be committed."""
+        if host := self._addressed(incarnation):
+            host.drop_weights(name)
+
     @ray.method(concurrency_group="data")
     def warm(self) -> int:
         """Touch shared memory, so that this process has it mapped before the first export; returns how much."""
         return touch_store(int(self._config.pool.warm_bytes))
+
+    def _the_same(self, incarnation: str) -> Host:
+        host = self._addressed(incarnation)
+        if host is None:
+            raise WorkerLostError(f"worker {self._worker} was restarted since")
+        return host
 
     def _addressed(self, incarnation: str) -> Host | None:
         return self._host if incarnation == self._incarnation else None

@@ -13,7 +13,7 @@ from rollout.cluster.description import ServiceDescription, WorkerDescription
 from rollout.cluster.placement import check_alike, check_room, check_store, place
 from rollout.cluster.worker import GROUPS, Worker
 from rollout.config import Config
-from rollout.types import WorkerId
+from rollout.types import Weights, WorkerId
 
 HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
 """Has torch ask the kernel for huge pages on the CPU: attention reads KV from all over memory."""
@@ -28,9 +28,9 @@ class Post:
 
 
 def start_workers(
-    config: Config, names: Iterable[WorkerId], places: Sequence[PlacementGroup], weights_id: str
+    config: Config, names: Iterable[WorkerId], places: Sequence[PlacementGroup], weights: Weights
 ) -> dict[WorkerId, Post]:
-    """One actor in each place; they load the model when they are asked what they are."""
+    """One actor in each place; they load the model when they are asked what they are, and call that `weights`."""
     cluster = config.cluster
     actor = ray.remote(concurrency_groups=GROUPS)(Worker)
     posts = {}
@@ -41,7 +41,7 @@ def start_workers(
             max_restarts=cluster.max_restarts,
             runtime_env={"env_vars": {"OMP_NUM_THREADS": str(cluster.cpus_per_worker), **HUGE_PAGES}},
             scheduling_strategy=PlacementGroupSchedulingStrategy(held, placement_group_bundle_index=0),
-        ).remote(worker, config, weights_id)
+        ).remote(worker, config, weights)
         posts[worker] = Post(actor=started, placement=held)
     return posts
 
@@ -59,7 +59,7 @@ def describe(posts: Iterable[Post], timeout_s: float) -> list[WorkerDescription]
 
 
 def hire(
-    service: ServiceDescription, names: Sequence[WorkerId], weights_id: str, there: Sequence[WorkerDescription]
+    service: ServiceDescription, names: Sequence[WorkerId], weights: Weights, there: Sequence[WorkerDescription]
 ) -> tuple[dict[WorkerId, Post], list[WorkerDescription]]:
     """More workers for a running service, loaded, beside those that are `there`. Blocks.
 
@@ -69,7 +69,7 @@ def hire(
     places = place(config.cluster, len(names), service.service_id)
     posts: dict[WorkerId, Post] = {}
     try:
-        posts = start_workers(config, names, places, weights_id)
+        posts = start_workers(config, names, places, weights)
         described = describe(posts.values(), config.cluster.start_timeout_s)
         check_alike([*there, *described], deterministic=config.engine.deterministic)
         check_room(described, max_context=service.max_context)

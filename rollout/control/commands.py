@@ -9,6 +9,7 @@ from rollout.types import (
     Columns,
     Image,
     Keep,
+    KVRun,
     NodeId,
     SamplingParams,
     SegmentId,
@@ -107,6 +108,7 @@ class Export:
     kv_tokens: int
     prompt_pages: int
     page_keys: tuple[bytes, ...]
+    written: tuple[KVRun, ...]
     base: Image | None
     """An earlier image, whose whole pages need not be sent again."""
     turn: Turn

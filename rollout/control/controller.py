@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rollout.config import AbortConfig, GroupsConfig, ResumeConfig
+from rollout.config import AbortConfig, GroupsConfig, ResumeConfig, WeightsConfig
 from rollout.control.aborts import AbortTicket
 from rollout.control.collection import Collection
 from rollout.control.commands import Command
@@ -31,20 +31,26 @@ from rollout.control.roster import Roster
 from rollout.control.stops import Stops
 from rollout.control.submission import Submission
 from rollout.control.suspension import Suspensions
+from rollout.control.updates import Updates
 from rollout.errors import UnknownWorkerError
-from rollout.metrics import Accounts, RolloutCounters
+from rollout.metrics import Accounts, RolloutCounters, Staleness
 from rollout.types import (
     AbortReason,
     Columns,
     Delivery,
     DiscardReport,
     Keep,
+    PausedBy,
     Phase,
     ResumeReport,
     Then,
     Trajectory,
     TrajectoryId,
     TurnMark,
+    UpdateMode,
+    Version,
+    Weights,
+    WeightsId,
     WorkerId,
 )
 
@@ -57,16 +63,27 @@ class Controller:
         *,
         workers: int,
         max_context: int,
+        weights: Weights,
         abort: AbortConfig,
         resume: ResumeConfig,
         groups: GroupsConfig,
+        versions: WeightsConfig,
     ) -> None:
-        """`workers` is how many there are when all are up."""
-        self._roster = Roster(workers=workers, max_context=max_context, abort=abort, resume=resume, groups=groups)
+        """`workers` is how many there are when all are up, and `weights` what they load."""
+        self._roster = Roster(
+            workers=workers,
+            max_context=max_context,
+            weights=weights,
+            abort=abort,
+            resume=resume,
+            groups=groups,
+            versions=versions,
+        )
         self._suspensions = Suspensions(self._roster)
         self._stops = Stops(self._roster, self._suspensions)
         self._members = Membership(self._roster, self._suspensions, self._stops)
-        self._reports = Reports(self._roster, self._suspensions, self._stops, self._members)
+        self._updates = Updates(self._roster, self._suspensions, self._stops, self._members)
+        self._reports = Reports(self._roster, self._suspensions, self._stops, self._members, self._updates)
         self._fleet = self._roster.fleet
         self._groups = self._roster.groups
         self._moved_at = 0.0
@@ -77,7 +94,8 @@ class Controller:
     def submit(self, submissions: Sequence[Submission], now: float) -> list[Command]:
         """Take groups in, all or none; one that is here already, all of it equal, was told twice.
 
-        Raises `DuplicateKeyError` if one has the id of another group that was not handed out yet.
+        Raises `DuplicateKeyError` if one has the id of another group that was not handed out yet, and
+        `UnsatisfiableVersionError` if one asks for a version that is past.
         """
         commands: list[Command] = []
         batch = Batch()
@@ -204,10 +222,11 @@ class Controller:
 
     def pause(self, now: float) -> list[Command]:
         """Have no worker run a step until `unpause`."""
-        return self._members.pause() + self._settled(now)
+        return self._members.pause(PausedBy.DRIVER) + self._settled(now)
 
     def unpause(self, now: float) -> list[Command]:
-        return self._members.unpause() + self._settled(now)
+        """Have them run again, once an update that is under way is over."""
+        return self._members.unpause(PausedBy.DRIVER) + self._settled(now)
 
     def expect_workers(self, count: int) -> None:
         """So many more will come up; fewer than was said, if negative."""
@@ -230,6 +249,38 @@ class Controller:
         """Whether it was drained and nothing was left on it."""
         return self._members.is_retired(worker)
 
+    # Weights ------------------------------------------------------------------------------------------
+
+    @property
+    def weights(self) -> Weights:
+        """Those that are live."""
+        return self._roster.versions.live
+
+    def reusable_with(self, weights: Weights) -> frozenset[WeightsId]:
+        """Whose KV may be gone on with once these are live."""
+        return self._roster.versions.reusable_with(weights)
+
+    def announce_update(self, version: Version, now: float) -> list[Command]:
+        """Other weights are about to be loaded: what would be too old then is stopped first."""
+        return self._updates.announce(version, now) + self._settled(now)
+
+    def begin_update(self, mode: UpdateMode, now: float) -> list[Command]:
+        """Nothing starts until `end_update`; what runs is paused, suspended, or let end."""
+        return self._updates.begin(mode, now) + self._settled(now)
+
+    def clear_for_update(self, mode: UpdateMode) -> bool:
+        """Whether what runs is as the mode wants it: the weights may be replaced."""
+        return self._updates.clear(mode)
+
+    def end_update(self, now: float) -> list[Command]:
+        """Things go on, with whatever weights are live."""
+        return self._updates.end(now) + self._settled(now)
+
+    @property
+    def staleness(self) -> Staleness:
+        """How far what was handed out was behind, when it was."""
+        return self._groups.staleness
+
     # How things stand ---------------------------------------------------------------------------------
 
     @property
@@ -250,7 +301,9 @@ class Controller:
     @property
     def busy(self) -> bool:
         """Whether anything can go on without another command."""
-        return any(not record.over and record.phase is not Phase.SUSPENDED for record in self._groups.records())
+        live = self.weights.version
+        going = (each for each in self._groups.records() if not each.over and each.phase is not Phase.SUSPENDED)
+        return any(each.phase is not Phase.QUEUED or each.group.submission.admits(live) for each in going)
 
     @property
     def outstanding(self) -> int:
@@ -287,7 +340,7 @@ class Controller:
 
     def stalled_s(self, now: float) -> float:
         """For how long nothing went on although something could; 0 if nothing can."""
-        may = self.busy and not self._fleet.paused and bool(self._fleet.workers)
+        may = self.busy and not (self._fleet.paused or self._fleet.held) and bool(self._fleet.workers)
         return now - self._moved_at if may else 0.0
 
     def state(self, now: float) -> dict[str, Any]:

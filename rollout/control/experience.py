@@ -48,11 +48,12 @@ class Experience:
         """Expected until it goes on."""
         return self._fate(record, intent).wait_s
 
-    def same_weights(self, wait_s: float, now: float) -> float:
-        """Chance that the weights are still the same after `wait_s`; an update that is long overdue is not expected."""
+    def same_weights(self, wait_s: float, now: float, *, updates: int = 0) -> float:
+        """Chance that after `wait_s` there were no more than so many `updates`; one that is long overdue is not
+        expected."""
         if self._version_s is None or self._version_at is None or now - self._version_at > OVERDUE * self._version_s:
             return 1.0
-        left_s = max(0.0, self._version_at + self._version_s - now)
+        left_s = max(0.0, self._version_at + self._version_s - now) + updates * self._version_s
         return 1.0 if wait_s <= left_s else 0.0
 
     def resumed(self, record: Record, intent: Intent, waited_s: float) -> None:

@@ -111,6 +111,8 @@ class Fleet:
         """Evaluation first, each in submission order."""
         self._stranded: list[Record] = []
         self.paused = False
+        """No worker runs a step, and nothing starts."""
+        self.held = False
         """Nothing starts."""
 
     # Workers ------------------------------------------------------------------------------------------
@@ -192,7 +194,7 @@ class Fleet:
         another worker; no room stays empty for that.
         """
         free = self._free()
-        if not free or not self._queue or self.paused:
+        if not free or not self._queue or self.paused or self.held:
             return
         if self._prefer_other:
             for record in self._in_turn(among):

@@ -11,15 +11,19 @@ from rollout.control.lifecycle import ON_WORKER
 from rollout.control.pooled import Pooled
 from rollout.control.records import Batch, Group, Record
 from rollout.control.submission import Submission
-from rollout.errors import DuplicateKeyError
-from rollout.metrics import Accounts
+from rollout.control.versions import Versions
+from rollout.errors import DuplicateKeyError, UnsatisfiableVersionError
+from rollout.metrics import Accounts, Staleness
 from rollout.types import AbortReason, Delivery, FinishReason, GroupId, Phase, Priority, Trajectory, TrajectoryId
 
 
 class Groups:
     """Every trajectory, until its group has arrived at a driver."""
 
-    def __init__(self) -> None:
+    def __init__(self, versions: Versions) -> None:
+        self._versions = versions
+        self._behind: Counter[int] = Counter()
+        """Versions between tokens that were handed out and what was live then."""
         self._records: dict[TrajectoryId, Record] = {}
         self._groups: dict[GroupId, Group] = {}
         self._held: set[GroupId] = set()
@@ -45,13 +49,19 @@ class Groups:
     def check(self, submissions: Sequence[Submission]) -> list[Submission]:
         """Those of `submissions` that are new; one that is here already, all of it equal, was told twice.
 
-        Raises `DuplicateKeyError` if one has the id of another group that was not handed out yet.
+        Raises `DuplicateKeyError` if one has the id of another group that was not handed out yet, and
+        `UnsatisfiableVersionError` if one asks for a version that is past.
         """
+        live = self._versions.live.version
         new: dict[GroupId, Submission] = {}
         for submission in submissions:
             group = self._groups.get(submission.group_id)
             other = group.submission if group is not None else new.get(submission.group_id)
             if other is None:
+                if submission.exact_version is not None and submission.exact_version < live:
+                    raise UnsatisfiableVersionError(
+                        f"exact_version: got {submission.exact_version}, allowed: {live}, which is live, or a later one"
+                    )
                 new[submission.group_id] = submission
             elif other != submission or submission.group_id in new:
                 raise DuplicateKeyError(f"key {submission.group_id!r} is in use by a group that was not handed out yet")
@@ -250,6 +260,8 @@ class Groups:
         ready = [member for member in group.members if member.over and member.trajectory_id not in group.handed]
         kept = [member for member in ready if member.phase is not Phase.DROPPED]
         dropped = [member for member in ready if member.phase is Phase.DROPPED and not _discarded(member)]
+        for record in kept:
+            self._count(record)
         over = group.over
         if over:
             self._forget(group)
@@ -262,7 +274,19 @@ class Groups:
             complete=over,
             priority=group.submission.priority,
             error=group.error,
+            version=self._versions.live.version,
         )
+
+    def _count(self, record: Record) -> None:
+        live = self._versions.live.version
+        for version, tokens in Counter(record.columns.versions).items():
+            if version is not None:
+                self._behind[live - version] += tokens
+
+    @property
+    def staleness(self) -> Staleness:
+        """Of all that was handed out, when it was."""
+        return Staleness(tokens=dict(sorted(self._behind.items())))
 
     def _forget(self, group: Group) -> None:
         del self._groups[group.group_id]

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-from rollout.types import AbortReason, Keep, Then, WorkerId
+from rollout.types import AbortReason, Keep, KVRun, Then, WorkerId
 
 WORKER_TIERS = (Keep.DEVICE, Keep.HOST)
 """Places of a worker in which KV may be kept."""
@@ -39,6 +39,8 @@ class Home:
     where: Keep
     """DEVICE or HOST."""
     kv_tokens: int
+    written: tuple[KVRun, ...]
+    """By which weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +55,8 @@ class Transfer:
     kind: Kind
     worker: WorkerId
     epoch: int
+    written: tuple[KVRun, ...]
+    """By which weights the KV was written."""
     back: Keep | None = None
     """Of an export: where on the worker it was kept before, and is kept again if that fails. It is then this, again."""
     displaced: bool = False

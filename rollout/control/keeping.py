@@ -10,6 +10,7 @@ from rollout.control.fleet import Worker
 from rollout.control.intent import Intent
 from rollout.control.messages import PoolRoom, WorkerFacts
 from rollout.control.records import Record
+from rollout.control.versions import Versions
 from rollout.metrics import Choice, Decision
 from rollout.types import AbortReason, Keep, NodeId
 
@@ -25,7 +26,8 @@ UNKNOWN = WorkerFacts(free_tokens=0, host_free_tokens=0, token_bytes=0)
 class Keeping:
     """Decides where KV goes, by what is told or by the cost model, and counts what it decided."""
 
-    def __init__(self) -> None:
+    def __init__(self, versions: Versions) -> None:
+        self._versions = versions
         self.experience = Experience()
         self.pools: dict[NodeId, PoolRoom] = {}
         self._last: deque[Decision] = deque(maxlen=REMEMBERED)
@@ -36,7 +38,7 @@ class Keeping:
     def decide(self, record: Record, intent: Intent, kv_tokens: int, worker: Worker, now: float) -> Keep:
         """Where the KV of `record`, which `worker` has `kv_tokens` of, goes; `intent` may have said so already."""
         likely, wait_s = self.experience.likely(record, intent), self.experience.wait_s(record, intent)
-        same_weights = self.experience.same_weights(wait_s, now)
+        same_weights = self.experience.same_weights(wait_s, now, updates=self._versions.most_behind)
         costs: Mapping[Keep, float] = {}
         keep, by = intent.keep, Choice.TOLD
         if not intent.continues or (keep is Keep.AUTO and not (kv_tokens or record.pooled.kv_tokens)):

@@ -10,7 +10,7 @@ from rollout.control.records import Record
 from rollout.control.roster import Roster
 from rollout.control.stops import Stops
 from rollout.control.suspension import Suspensions
-from rollout.types import AbortReason, Keep, Phase, Then, TrajectoryId, WorkerId
+from rollout.types import AbortReason, Keep, PausedBy, Phase, Then, TrajectoryId, WorkerId
 
 MOST_LOSSES = 4
 """Workers that may be lost under a trajectory without a new token in between: it may be what kills them."""
@@ -25,6 +25,7 @@ class Membership:
         self._suspensions = suspensions
         self._stops = stops
         self._retired: set[WorkerId] = set()
+        self._paused_by: set[PausedBy] = set()
 
     # Coming and going ---------------------------------------------------------------------------------
 
@@ -115,8 +116,9 @@ class Membership:
 
     # Pausing ------------------------------------------------------------------------------------------
 
-    def pause(self) -> list[Command]:
+    def pause(self, by: PausedBy) -> list[Command]:
         """No worker runs a step, and nothing starts, until `unpause`; aborts take effect all the same."""
+        self._paused_by.add(by)
         if self._fleet.paused:
             return []
         self._fleet.paused = True
@@ -124,8 +126,10 @@ class Membership:
             record.pause()
         return [Pause(worker=worker.worker_id) for worker in self._fleet.workers]
 
-    def unpause(self) -> list[Command]:
-        if not self._fleet.paused:
+    def unpause(self, by: PausedBy) -> list[Command]:
+        """Unless somebody else has it paused."""
+        self._paused_by.discard(by)
+        if self._paused_by or not self._fleet.paused:
             return []
         self._fleet.paused = False
         for record in self._on_workers():

@@ -15,11 +15,13 @@ from rollout.types import (
     FinishReason,
     Image,
     Keep,
+    KVRun,
     NodeId,
     SegmentId,
     SequenceKey,
     TrajectoryId,
     Version,
+    Weights,
     WorkerId,
 )
 
@@ -44,6 +46,8 @@ class Admitted(WorkerEvent):
     loaded_tokens: int = 0
     restored_tokens: int
     recomputed_tokens: int
+    written: tuple[KVRun, ...]
+    """By which weights, of those that are not computed now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +105,10 @@ def merge_sampled(events: Sequence[WorkerEvent]) -> tuple[WorkerEvent, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preempted(WorkerEvent):
-    """Pages ran out: the sequence's KV was dropped, it waits on the worker."""
+    """The sequence's KV was dropped, it waits on the worker."""
+
+    outdated: bool = False
+    """For other weights were loaded; otherwise pages ran out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +131,8 @@ class Parked(WorkerEvent):
     """Whole pages of the prompt among them: what a group can share."""
     page_keys: tuple[bytes, ...]
     """Names of the whole pages."""
+    written: tuple[KVRun, ...]
+    """By which weights, for all positions with KV."""
     reason: AbortReason | None = None
     """What the worker saw; None: it was told to stop it."""
 
@@ -218,9 +227,9 @@ class PoolRoom:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsLive:
-    """From now on tokens are sampled with these weights."""
+    """All workers have these weights: from now on nothing is sampled with others."""
 
-    version: Version
+    weights: Weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,6 +25,7 @@ from rollout.control.commands import RepetitionWatch, Watch
 from rollout.control.intent import Intent
 from rollout.control.lengths import Lengths
 from rollout.control.records import Record
+from rollout.control.versions import Versions
 from rollout.types import AbortReason, Keep, Then, TrajectoryId, Version
 
 
@@ -41,6 +42,7 @@ DEFAULTS = {
     AbortReason.TURN: (Keep.AUTO, Then.HOLD),
     AbortReason.PRIORITY: (Keep.AUTO, Then.REQUEUE),
     AbortReason.DRAIN: (Keep.POOL, Then.REQUEUE),
+    AbortReason.WEIGHTS: (Keep.AUTO, Then.REQUEUE),
     AbortReason.GROUP_FAILED: (Keep.NONE, Then.FINISH),
 }
 """Of what stops trajectories without a policy of its own."""
@@ -49,16 +51,15 @@ DEFAULTS = {
 class Policies:
     """One of each kind at most."""
 
-    def __init__(self, config: AbortConfig, *, max_resumes: int | None) -> None:
+    def __init__(self, config: AbortConfig, versions: Versions, *, max_resumes: int | None) -> None:
         self._keep = Keep(config.keep)
         self._config = config
+        self._versions = versions
         self._max_resumes = max_resumes
         self._deadlines: list[tuple[float, int, TrajectoryId]] = []
         self._over_long = config.policy(OverLong)
         self._stale = config.policy(Stale)
         self._tail = config.policy(Tail)
-        self.live: Version | None = None
-        """Of the weights, as last told."""
 
     def intent(self, reason: AbortReason) -> Intent:
         """What becomes of a trajectory that is stopped for `reason`."""
@@ -137,18 +138,19 @@ class Policies:
             stopped += [(each, AbortReason.TAIL) for each in tail]
         return stopped
 
-    def stale(self, records: Iterable[Record]) -> list[Record]:
-        """Those whose tokens are too old for the live version."""
-        return [record for record in records if not record.over and self._too_old(record)]
+    def stale(self, records: Iterable[Record], live: Version) -> list[Record]:
+        """Those whose tokens are too old if `live` is."""
+        return [record for record in records if not record.over and self._too_old(record, live)]
 
     def late(self, record: Record, news: Sequence[Version | None]) -> bool:
         """Whether it is too old by tokens that were told only now, but not sampled with what is live."""
-        late = self._stale is not None and any(version != self.live for version in news)
-        return late and self._too_old(record)
+        live = self._versions.live.version
+        late = self._stale is not None and any(version != live for version in news)
+        return late and self._too_old(record, live)
 
-    def _too_old(self, record: Record) -> bool:
-        policy, live = self._stale, self.live
-        if policy is None or live is None or not self._may_stop(record, policy):
+    def _too_old(self, record: Record, live: Version) -> bool:
+        policy = self._stale
+        if policy is None or not self._may_stop(record, policy):
             return False
         return _is_stale(record.columns.versions, live, policy)
 

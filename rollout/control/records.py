@@ -8,6 +8,7 @@ from rollout.control.lengths import Lengths
 from rollout.control.lifecycle import ON_WORKER, OVER, move
 from rollout.control.messages import Admitted, Sampled
 from rollout.control.pooled import Pooled
+from rollout.control.spans import Spans
 from rollout.control.submission import Submission
 from rollout.types import (
     AbortReason,
@@ -104,6 +105,7 @@ class Record:
     paused_from: Phase | None = None
     """What it goes on with after a pause."""
     columns: Columns = field(default_factory=Columns)
+    spans: Spans = field(default_factory=Spans)
     epoch: int = 0
     kv_tokens: int = 0
     """Positions that had KV on some worker, as far as known."""
@@ -285,6 +287,7 @@ class Record:
         assert known >= 0, f"{self.trajectory_id}: tokens from {event.offset} on, but only {len(self.columns)} known"
         news = event.columns.since(known)
         if news:
+            self.spans.sampled(self.tokens, news.versions)
             self.columns.extend(news)
             self.losses = 0
             if self.phase is not Phase.DECODING:
@@ -304,6 +307,7 @@ class Record:
         if not first and self.activity is not Phase.PREEMPTED:
             return {}
         self.admitted_epoch = self.epoch
+        self.spans.admitted(event.written)
         whole = event.cached_tokens + event.loaded_tokens + event.restored_tokens >= self.tokens - 1 > 0
         self.proceed(Phase.DECODING if whole else Phase.PREFILLING)
         if self.promoting:
@@ -334,6 +338,7 @@ class Record:
             sample_index=len(self.attempts),
         )
         self.columns = Columns()
+        self.spans = Spans()
         self.kv_tokens = 0
         self.starts = 0
         self.began = False
@@ -364,6 +369,7 @@ class Record:
             output_ids=tuple(self.columns.ids),
             logprobs=tuple(self.columns.logprobs),
             versions=version_runs(self.columns.versions),
+            kv_spans=self.spans.of(self.tokens),
             finish_reason=self.finish_reason,
             abort_reason=self.abort_reason,
             error=self.error,

@@ -29,17 +29,21 @@ from rollout.control.records import Record
 from rollout.control.roster import Roster
 from rollout.control.stops import Stops
 from rollout.control.suspension import Suspensions
+from rollout.control.updates import Updates
 from rollout.types import AbortReason, Keep, NodeId
 
 
 class Reports:
     """Takes events in."""
 
-    def __init__(self, roster: Roster, suspensions: Suspensions, stops: Stops, members: Membership) -> None:
+    def __init__(
+        self, roster: Roster, suspensions: Suspensions, stops: Stops, members: Membership, updates: Updates
+    ) -> None:
         self._roster = roster
         self._suspensions = suspensions
         self._stops = stops
         self._members = members
+        self._updates = updates
         self._spilled: set[NodeId] = set()
 
     def handle(self, event: Event, now: float) -> tuple[bool, list[Command]]:
@@ -63,7 +67,7 @@ class Reports:
                 self._roster.keeping.pools[event.node] = event
                 return False, []
             case WeightsLive():
-                return True, self._weights(event, now)
+                return True, self._updates.live(event.weights, now)
             case Tick():
                 commands = self._tick(now)
                 return bool(commands), commands
@@ -124,7 +128,7 @@ class Reports:
             case Admitted():
                 return self._admitted(record, event, now)
             case Preempted():
-                self._roster.tally["preemptions"] += record.preempted()
+                self._roster.tally["preemptions"] += record.preempted() and not event.outdated
                 return record.pooled.expect(record.turn)
             case RestoreFailed():
                 return self._restore_failed(record, event)
@@ -166,20 +170,9 @@ class Reports:
             self._roster.troubles.append(f"node {event.node}: its object store spilled {event.nbytes} bytes to disk")
         return []
 
-    def _weights(self, event: WeightsLive, now: float) -> list[Command]:
-        policies = self._roster.policies
-        if event.version == policies.live:
-            return []
-        policies.live = event.version
-        self._roster.keeping.experience.weights_changed(now)
-        commands: list[Command] = []
-        for record in policies.stale(self._roster.groups.records()):
-            commands += self._stops.fire(record, AbortReason.STALE, now)
-        return commands
-
     def _tick(self, now: float) -> list[Command]:
         self._roster.keeping.experience.age(now)
-        commands = self._stops.end_overdue(now)
+        commands = self._stops.end_overdue(now) + self._updates.overdue(now)
         for record in self._roster.policies.due(self._roster.groups.get, now):
             commands += self._stops.fire(record, AbortReason.DEADLINE, now)
         return commands

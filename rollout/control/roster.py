@@ -5,7 +5,7 @@ A trajectory is in the queue if and only if it is `queued`, in a worker's set if
 
 from collections import Counter, deque
 
-from rollout.config import AbortConfig, GroupsConfig, ResumeConfig, SliceBudget
+from rollout.config import AbortConfig, GroupsConfig, ResumeConfig, SliceBudget, WeightsConfig
 from rollout.control.collection import Collection
 from rollout.control.commands import Command, Release, Start, Watch
 from rollout.control.fleet import Fleet, Worker
@@ -15,7 +15,8 @@ from rollout.control.keeping import Keeping
 from rollout.control.policies import Policies
 from rollout.control.records import Group, Record
 from rollout.control.routing import Router, away_s, most_room, to_go
-from rollout.types import AbortReason, FinishReason, Keep, Phase, Priority, Then
+from rollout.control.versions import Versions
+from rollout.types import AbortReason, FinishReason, Keep, Phase, Priority, Then, Weights
 
 TROUBLES = 20
 """How many are remembered."""
@@ -25,11 +26,20 @@ class Roster:
     """Mutable, shared by the parts of the controller."""
 
     def __init__(
-        self, *, workers: int, max_context: int, abort: AbortConfig, resume: ResumeConfig, groups: GroupsConfig
+        self,
+        *,
+        workers: int,
+        max_context: int,
+        weights: Weights,
+        abort: AbortConfig,
+        resume: ResumeConfig,
+        groups: GroupsConfig,
+        versions: WeightsConfig,
     ) -> None:
         sliced = abort.policy(SliceBudget)
         slice_tokens = sliced.tokens if sliced is not None else None
-        self.keeping = Keeping()
+        self.versions = Versions(weights, versions.kv_reuse)
+        self.keeping = Keeping(self.versions)
         self.fleet = Fleet(
             size=workers,
             prefer_other=resume.prefer == "other",
@@ -37,9 +47,9 @@ class Roster:
             patience=lambda record: away_s(record, self.fleet.workers, self.keeping.experience),
             to_go=to_go if resume.order == "longest" else None,
         )
-        self.groups = Groups()
+        self.groups = Groups(self.versions)
         self.rules = groups
-        self.policies = Policies(abort, max_resumes=resume.max_resumes)
+        self.policies = Policies(abort, self.versions, max_resumes=resume.max_resumes)
         self.tally: Counter[str] = Counter()
         self.troubles: deque[str] = deque(maxlen=TROUBLES)
         self.ended: list[Record] = []
@@ -47,6 +57,7 @@ class Roster:
         self.collection: Collection | None = None
         """The one that is under way."""
         self.max_context = max_context
+        self.version_timeout_s = versions.version_timeout_s
 
     @property
     def window(self) -> int | None:
@@ -75,7 +86,7 @@ class Roster:
         """A group has no tokens left: its members that wait to go on are over."""
         commands: list[Command] = []
         for record in group.members:
-            if record.phase is Phase.QUEUED and not _waits_for_kv_only(record):
+            if record.phase is Phase.QUEUED and not waits_for_kv_only(record):
                 self.fleet.dequeue(record)
                 commands += self.end(record, FinishReason.LENGTH, now)
         return commands
@@ -102,14 +113,16 @@ class Roster:
 
     def _may_start(self, record: Record, *, full: bool) -> bool:
         """With a `full` window no training group begins."""
+        if not (record.group.submission.admits(self.versions.live.version) or waits_for_kv_only(record)):
+            return False
         if full and record.priority is Priority.TRAIN and not self.groups.has_begun(record.group):
             return False
         left = record.group.budget_left
-        return left is None or left > 0 or _waits_for_kv_only(record)
+        return left is None or left > 0 or waits_for_kv_only(record)
 
     def _start(self, record: Record, worker: Worker, now: float) -> list[Command]:
         commands: list[Command] = []
-        record.promoting = _waits_for_kv_only(record)
+        record.promoting = waits_for_kv_only(record)
         if not record.promoting:
             if record.stopped_for is not None:
                 self.keeping.experience.resumed(record, record.stopped_for, now - record.stopped_at)
@@ -204,6 +217,6 @@ class Roster:
         return [*self.leave_home(record), *record.pooled.replace(None)]
 
 
-def _waits_for_kv_only(record: Record) -> bool:
+def waits_for_kv_only(record: Record) -> bool:
     """A queued trajectory is to be held, on a worker that has its KV."""
     return record.intent is not None and record.intent.then is not Then.REQUEUE

@@ -84,7 +84,7 @@ class Stops:
         """Evaluation that waits takes the place of the youngest training trajectories; of those on the worker that has
         its KV, if one has."""
         evaluation = self._roster.fleet.evaluation
-        if self._roster.fleet.paused or not evaluation:
+        if self._roster.fleet.paused or self._roster.fleet.held or not evaluation:
             return []
         running = [
             record

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollout.types import GroupId, Priority, SamplingParams
+from rollout.types import GroupId, Priority, SamplingParams, Version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +29,25 @@ class Submission:
     """Whose waits between turns are alike."""
     partial: bool = False
     """Members are handed out as they end."""
+    min_version: Version | None = None
+    """Nothing is sampled with weights of an older version."""
+    exact_version: Version | None = None
+    """Nothing is sampled with weights of another version."""
 
     def __post_init__(self) -> None:
         assert len(self.sampling) == len(self.seeds), (len(self.sampling), len(self.seeds))
+
+    def admits(self, version: Version) -> bool:
+        """Whether weights of this version may sample for it."""
+        if self.exact_version is not None:
+            return version == self.exact_version
+        return self.min_version is None or version >= self.min_version
+
+    @property
+    def wants(self) -> str:
+        """The version that it asks for, in words."""
+        return (
+            f"exact_version {self.exact_version}"
+            if self.exact_version is not None
+            else f"min_version {self.min_version}"
+        )

@@ -17,7 +17,7 @@ from rollout.control.pooled import Pooled
 from rollout.control.records import Record
 from rollout.control.roster import Roster
 from rollout.control.routing import move_cost_s, recompute_s
-from rollout.types import AbortReason, FinishReason, Keep, Phase, Then, TrajectoryId, WorkerId
+from rollout.types import AbortReason, FinishReason, Keep, KVRun, Phase, Then, TrajectoryId, WorkerId, first_tokens
 
 
 class Suspensions:
@@ -163,7 +163,13 @@ class Suspensions:
         transfer, record.transfer = record.transfer, None
         assert transfer is not None
         if event.kv_tokens:
-            home = Home(worker=worker, epoch=event.epoch, where=event.where, kv_tokens=event.kv_tokens)
+            home = Home(
+                worker=worker,
+                epoch=event.epoch,
+                where=event.where,
+                kv_tokens=event.kv_tokens,
+                written=first_tokens(transfer.written, event.kv_tokens),
+            )
             self._roster.settle_at(record, home)
         if event.error is not None:
             self._roster.tally["keep_failures"] += 1
@@ -176,7 +182,7 @@ class Suspensions:
             # An older image spares bytes the next time, and tokens if what is kept is evicted.
             older = record.pooled.kv_tokens < event.kv_tokens
             commands = record.pooled.replace(record.pooled.image if older else None)
-        return [*commands, *self.settle(record, now)]
+        return [*commands, *self.outdated(record), *self.settle(record, now)]
 
     def recalled(self, event: Recalled, worker: WorkerId, now: float) -> list[Command]:
         """What is left of kept KV is pinned on its worker, to go elsewhere."""
@@ -194,17 +200,24 @@ class Suspensions:
         self, record: Record, event: Parked, worker: WorkerId, now: float, *, back: Keep | None = None
     ) -> list[Command]:
         """KV that is pinned on a worker, where it was kept if `back` says so, goes where the intent says."""
-        intent, pooled_tokens = record.intent, record.pooled.kv_tokens
+        intent = record.intent
         assert intent is not None
+        base = record.pooled.image
+        if base is not None and first_tokens(event.written, base.kv_tokens) != base.written:
+            base = None  # it does not begin like that
+        useful = self._roster.versions.may_use(event.written)
+        pooled_tokens = record.pooled.kv_tokens
         more = event.kv_tokens > pooled_tokens or (intent.keep in WORKER_TIERS and event.kv_tokens == pooled_tokens > 0)
-        if not more or not intent.keeps:
+        if not (useful and more and intent.keeps):
             release = Release(worker=worker, trajectory_id=event.trajectory_id, epoch=event.epoch)
             return [release, *self.settle(record, now)]
         if intent.keep in WORKER_TIERS:
-            return self._keep_there(record, worker, event.epoch, intent.keep)
+            return self._keep_there(record, worker, event.epoch, event.written, intent.keep)
         node = self._roster.fleet.node_of(worker)
         record.pooled.export_to(node, record.turn)
-        record.transfer = Transfer(kind=Transfer.Kind.EXPORT, worker=worker, epoch=event.epoch, back=back)
+        record.transfer = Transfer(
+            kind=Transfer.Kind.EXPORT, worker=worker, epoch=event.epoch, written=event.written, back=back
+        )
         return [
             Export(
                 worker=worker,
@@ -214,7 +227,8 @@ class Suspensions:
                 kv_tokens=event.kv_tokens,
                 prompt_pages=event.prompt_pages,
                 page_keys=event.page_keys,
-                base=record.pooled.image,
+                written=event.written,
+                base=base,
                 turn=record.turn,
                 release=back is None,
             ),
@@ -222,10 +236,17 @@ class Suspensions:
         ]
 
     def _keep_there(
-        self, record: Record, worker: WorkerId, epoch: int, where: Keep, *, back: Keep | None = None
+        self,
+        record: Record,
+        worker: WorkerId,
+        epoch: int,
+        written: tuple[KVRun, ...],
+        where: Keep,
+        *,
+        back: Keep | None = None,
     ) -> list[Command]:
         record.moved_for = record.intent
-        record.transfer = Transfer(kind=Transfer.Kind.KEEP, worker=worker, epoch=epoch, back=back)
+        record.transfer = Transfer(kind=Transfer.Kind.KEEP, worker=worker, epoch=epoch, written=written, back=back)
         return [
             KeepThere(worker=worker, trajectory_id=record.trajectory_id, epoch=epoch, where=where),
             *record.pooled.expect(record.turn),
@@ -236,7 +257,9 @@ class Suspensions:
         home = record.home
         if home is not None and home.where is not keep:
             record.enter(Phase.SUSPENDING)
-            record.transfer = Transfer(kind=Transfer.Kind.RECALL, worker=home.worker, epoch=home.epoch)
+            record.transfer = Transfer(
+                kind=Transfer.Kind.RECALL, worker=home.worker, epoch=home.epoch, written=home.written
+            )
             recall = Recall(worker=home.worker, trajectory_id=record.trajectory_id, epoch=home.epoch)
             return [recall, *record.pooled.expect(record.turn)]
         if home is not None or keep not in WORKER_TIERS or record.pooled.image is None:
@@ -265,7 +288,8 @@ class Suspensions:
         self._roster.tally["written_bytes"] += event.sent_bytes
         if event.sent_bytes and event.seconds:
             self._roster.keeping.experience.exported(event.sent_bytes, event.seconds, now)
-        return [*self._release(record), *record.pooled.stored(event.image), *self.settle(record, now)]
+        commands = [*self._release(record), *record.pooled.stored(event.image), *self.outdated(record)]
+        return commands + self.settle(record, now)
 
     def export_failed(self, event: ExportFailed, now: float) -> list[Command]:
         record = self._transferring(event.trajectory_id, event.epoch, Transfer.Kind.EXPORT)
@@ -280,8 +304,10 @@ class Suspensions:
         if export.back is None or not intent.keeps:
             return [*self._release(record), *commands, *self.settle(record, now)]
         if intent.keep in WORKER_TIERS:
-            return commands + self._keep_there(record, export.worker, export.epoch, intent.keep)
-        return commands + self._keep_there(record, export.worker, export.epoch, export.back, back=export.back)
+            return commands + self._keep_there(record, export.worker, export.epoch, export.written, intent.keep)
+        return commands + self._keep_there(
+            record, export.worker, export.epoch, export.written, export.back, back=export.back
+        )
 
     def displaced(self, displaced: Sequence[Displaced], by: TrajectoryId) -> list[Command]:
         """Images that made room for one that is needed sooner are gone: their trajectories recompute."""
@@ -291,15 +317,28 @@ class Suspensions:
             record = self._roster.groups.get(displacement.trajectory_id)
             if record is not None and record.pooled.displaced(displacement.segments):
                 lost.append(record.trajectory_id)
-                if record.export is not None:  # which may have stored, on another node, what builds on the rest
-                    record.pooled.image = None
-                    record.transfer = replace(record.export, displaced=True)
-                else:
-                    commands += record.pooled.replace(None)
+                commands += self._lose_image(record)
         if lost:
             self._roster.tally["displaced_images"] += len(lost)
             self._roster.troubles.append(f"{by}: its image displaced {len(lost)} needed later: {', '.join(lost)}")
         return commands
+
+    def outdated(self, record: Record) -> list[Command]:
+        """Let go of KV that weights wrote with which nothing may be gone on any more."""
+        versions, commands = self._roster.versions, list[Command]()
+        if record.home is not None and not versions.may_use(record.home.written):
+            commands += self._roster.leave_home(record)
+        if record.pooled.image is not None and not versions.may_use(record.pooled.image.written):
+            commands += self._lose_image(record)
+        return commands
+
+    def _lose_image(self, record: Record) -> list[Command]:
+        """What a pool has of it is gone, or of no use."""
+        if record.export is not None:  # which may have stored, on another node, what builds on the rest
+            record.pooled.image = None
+            record.transfer = replace(record.export, displaced=True)
+            return []
+        return record.pooled.replace(None)
 
     def _exported_too_late(self, event: Exported) -> list[Command]:
         """Nobody wants this image, or it was told before. A later export is told of with what that retains."""

@@ -13,6 +13,7 @@ from rollout.config import EngineConfig, HostConfig, Memory, ModelConfig
 from rollout.engine.engine import Engine
 from rollout.engine.images import Images
 from rollout.engine.kernels import Kernel, choose_kernel, make_decoder
+from rollout.engine.live import LiveWeights
 from rollout.engine.rates import Rates
 from rollout.engine.runner import Runner
 from rollout.engine.scheduler import Limits, Scheduler
@@ -25,7 +26,7 @@ from rollout.kv.storage import KVStorage
 from rollout.model.decoder import Decoder
 from rollout.model.spec import ModelSpec
 from rollout.model.weights import load_directory
-from rollout.types import Version
+from rollout.types import Weights
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 CPU_KV_BYTES = 1 << 30
@@ -39,6 +40,7 @@ class Assembled:
     """An engine with the parts that others read from."""
 
     engine: Engine
+    decoder: Decoder
     storage: KVStorage
     fingerprint: Fingerprint
     max_context: int
@@ -53,8 +55,7 @@ def assemble(
     reader: ImageReader,
     restore_timeout_s: float,
     wake: Callable[[], None],
-    weights_id: str,
-    version: Version,
+    weights: Weights,
     memory: Memory | None = None,
 ) -> Assembled:
     """Load the model and build an engine around it, which parks sequences by itself when `memory` says so.
@@ -95,12 +96,13 @@ def assemble(
         write=host.write,
         prefer_shared=config.eviction == "shared_first",
     )
-    images = Images(cache, tail_hold_s=config.tail_hold_s)
+    live = LiveWeights(weights)
+    images = Images(cache, live, tail_hold_s=config.tail_hold_s)
     rates = Rates(storage.token_bytes, host.load_back_tokens)
     max_context = min(spec.max_context_tokens, config.max_context_tokens or sys.maxsize, pages * kernel.page_tokens)
     engine = Engine(
         runner=Runner(decoder, storage, sampler, limits),
-        scheduler=Scheduler(cache, images, rates, limits),
+        scheduler=Scheduler(cache, images, rates, live, limits),
         cache=cache,
         images=images,
         copier=Copier(storage, wake=wake),
@@ -111,10 +113,9 @@ def assemble(
         eos_ids=spec.eos_token_ids,
         max_context=max_context,
         replays=replays,
-        weights_id=weights_id,
-        version=version,
+        live=live,
     )
-    return Assembled(engine=engine, storage=storage, fingerprint=fingerprint, max_context=max_context)
+    return Assembled(engine=engine, decoder=decoder, storage=storage, fingerprint=fingerprint, max_context=max_context)
 
 
 def _page_count(config: EngineConfig, kernel: Kernel, page_bytes: int) -> int:

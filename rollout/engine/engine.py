@@ -7,7 +7,7 @@ effect at once, without another forward; what the sequence leaves is then one of
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
 from rollout.control.commands import Assignment
 from rollout.control.messages import (
@@ -22,6 +22,7 @@ from rollout.control.messages import (
 )
 from rollout.engine.images import Images
 from rollout.engine.interface import Draw, ImageRestorer, ModelRunner, PageCopier
+from rollout.engine.live import LiveWeights
 from rollout.engine.rates import Rates
 from rollout.engine.scheduler import Admission, Plan, Scheduler
 from rollout.engine.sequence import Sequence, Status
@@ -32,7 +33,7 @@ from rollout.kv.fence import Fence
 from rollout.kv.keys import PageKey
 from rollout.kv.tiers import PageRef, Tier
 from rollout.metrics import EngineStats
-from rollout.types import AbortReason, Columns, FinishReason, Keep, NodeId, SegmentId, SequenceKey, Version
+from rollout.types import AbortReason, Columns, FinishReason, Keep, NodeId, SegmentId, SequenceKey, Weights, WeightsId
 
 IDLE_S = 0.5
 """Longest sleep of an engine's thread that nobody wakes; bounds how late a deadline is seen."""
@@ -56,8 +57,7 @@ class Engine:
         eos_ids: tuple[int, ...],
         max_context: int,
         replays: bool,
-        weights_id: str,
-        version: Version,
+        live: LiveWeights,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         assert cache.pages_for(max_context) <= cache.total, (max_context, cache.total)
@@ -75,9 +75,11 @@ class Engine:
             eos_ids=eos_ids,
             max_context=max_context,
             replays=replays,
-            weights_id=weights_id,
+            live=live,
         )
-        self._version = version
+        self._live = live
+        self._purged = True
+        """Nothing is left that weights wrote which are of no use any more."""
         self._clock = clock
         self._sequences: dict[SequenceKey, Sequence] = {}
         self._admissions: dict[SequenceKey, tuple[Admission, float]] = {}
@@ -137,8 +139,10 @@ class Engine:
         self._events += self._images.release(key)
 
     def expire(self) -> None:
-        """Free what was held for long enough; to be called now and then, idle or not."""
+        """Free what was held for long enough, or until nobody reads it; to be called now and then, idle or not."""
         self._cache.kept.expire(self._clock())
+        if not self._purged:
+            self._purged = self._cache.tiered.purge(self._live.reusable)
 
     def pause(self) -> None:
         """Until `unpause` no step runs the model or gives a sequence its pages; commands and copies go on."""
@@ -146,6 +150,26 @@ class Engine:
 
     def unpause(self) -> None:
         self._paused = False
+
+    def replace_weights(self, weights: Weights, *, reusable: Set[WeightsId], in_place: bool) -> None:
+        """The model has other weights from now on; KV that `reusable` ones wrote may be gone on with.
+
+        With `in_place` sequences that run on such KV do; otherwise all that run start again from their tokens.
+        """
+        self._live.replace(weights, reusable)
+        for sequence in reversed(list(self._scheduler.running_sequences())):  # the first waits first again
+            restoring = self._admissions.get(sequence.key)
+            known = restoring[0].known_tokens if restoring is not None else sequence.computed
+            if in_place and self._live.may_use(sequence.written.until(known)):
+                sequence.written.change(known, weights)
+            elif restoring is not None:
+                sequence.outdated = True
+            else:
+                self._scheduler.requeue(sequence)
+                self._events.append(
+                    Preempted(trajectory_id=sequence.trajectory_id, epoch=sequence.epoch, outdated=True)
+                )
+        self._purged = False
 
     def sources(self, key: SequenceKey) -> tuple[tuple[PageRef, ...], Fence]:
         """Pages of a parked or recalled image, and what must have been computed before they are read.
@@ -275,8 +299,8 @@ class Engine:
         failed = sequence.pages.load_failed
         if failed:
             sequence.loadable = False
-        if failed or (admission.restored_tokens and sequence.image is None):
-            self._scheduler.restore_failed(sequence)
+        if failed or sequence.outdated or (admission.restored_tokens and sequence.image is None):
+            self._scheduler.restart(sequence)
         else:
             self._scheduler.restored(sequence, admission.known_tokens)
             if not admission.restored_tokens:
@@ -337,7 +361,7 @@ class Engine:
             offset = sequence.output_tokens
             reason = sequence.accept(draw.token)
             self._sampled += 1
-            columns = Columns.single(draw.token, draw.logprob, self._version)
+            columns = Columns.single(draw.token, draw.logprob, self._live.weights.version)
             self._events.append(
                 Sampled(trajectory_id=sequence.trajectory_id, epoch=sequence.epoch, offset=offset, columns=columns)
             )
@@ -370,6 +394,7 @@ class Engine:
                 loaded_tokens=admission.loaded_tokens,
                 restored_tokens=admission.restored_tokens,
                 recomputed_tokens=admission.recomputed_tokens,
+                written=admission.sequence.written.until(admission.known_tokens),
             )
         )
 

@@ -10,11 +10,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rollout.control.messages import Freed, Moved, Parked, Recalled, WorkerEvent
+from rollout.engine.live import LiveWeights
 from rollout.engine.sequence import Sequence
 from rollout.kv import kept
 from rollout.kv.cache import KVCache
+from rollout.kv.nodes import ID_BYTES
 from rollout.kv.tiers import PageRef, Tier
-from rollout.types import AbortReason, Keep, SequenceKey, TrajectoryId
+from rollout.types import AbortReason, Keep, KVRun, SequenceKey, TrajectoryId, first_tokens
 
 
 @dataclass(slots=True, kw_only=True)
@@ -31,8 +33,9 @@ class _Left:
 class Images:
     """One thread's: the engine's."""
 
-    def __init__(self, cache: KVCache, *, tail_hold_s: float) -> None:
+    def __init__(self, cache: KVCache, live: LiveWeights, *, tail_hold_s: float) -> None:
         self._cache = cache
+        self._live = live
         self._tail_hold_s = tail_hold_s
         self._left: dict[SequenceKey, _Left] = {}
         self._latest: dict[TrajectoryId, SequenceKey] = {}
@@ -60,21 +63,20 @@ class Images:
         """
         page_tokens = self._cache.page_tokens
         before = self._settled(sequence.trajectory_id) if sequence.holding is None else None
-        if before is not None and before.image.weights_id == sequence.weights_id:
+        if before is not None and self._live.may_use(before.parked.written):
             return self._park_again(sequence, before)
-        tokens = sequence.computed if sequence.holding is not None else 0
-        key = sequence.key_of(tokens // page_tokens * page_tokens)
         if sequence.holding is not None:
-            image = self._cache.park(sequence.holding, key, tokens)
+            image = self._cache.park(sequence.holding, sequence.key_of(sequence.shareable_end), sequence.computed)
             sequence.holding = None
         else:
-            image = self._cache.park_nothing(sequence.trajectory_id, sequence.weights_id)
+            image = self._cache.park_nothing(sequence.trajectory_id, self._live.weights.weights_id)
         parked = Parked(
             trajectory_id=sequence.trajectory_id,
             epoch=sequence.epoch,
             kv_tokens=image.tokens,
             prompt_pages=min(image.tokens, sequence.prompt_tokens) // page_tokens,
             page_keys=sequence.names.of(sequence.tokens, image.tokens // page_tokens),
+            written=sequence.written.until(image.tokens),
             reason=reason,
         )
         self._left[sequence.key] = _Left(image=image, parked=parked, prompt_tokens=sequence.prompt_tokens)
@@ -91,6 +93,7 @@ class Images:
             kv_tokens=tokens,
             prompt_pages=min(tokens, left.prompt_tokens) // self._cache.page_tokens,
             page_keys=left.parked.page_keys[: tokens // self._cache.page_tokens],
+            written=first_tokens(left.parked.written, tokens),
         )
         del self._left[before]
         self._left[sequence.key] = left
@@ -101,10 +104,15 @@ class Images:
         """Pages of a parked or recalled image, in order; nobody writes to them until the next command for it."""
         return self._cache.kept.sources(self._left[key].image)
 
-    def of(self, trajectory: TrajectoryId, weights_id: str) -> kept.Kept | None:
-        """What a trajectory left here last under these weights, if it was kept and nothing is under way with it."""
+    def of(self, trajectory: TrajectoryId) -> tuple[kept.Kept, tuple[KVRun, ...]] | None:
+        """What a trajectory left here last and by which weights it was written, if it may go on with that, it was kept
+        and nothing is under way with it."""
         left = self._settled(trajectory)
-        return left.image if left is not None and left.image.weights_id == weights_id else None
+        if left is None or not self._live.may_use(left.parked.written):
+            return None
+        image = left.image
+        tokens = image.tokens if image.tail else len(image.key) // ID_BYTES
+        return image, first_tokens(left.parked.written, tokens)
 
     def resumed(self, trajectory: TrajectoryId) -> None:
         """What the trajectory left here last is over: it goes on with it, or without."""
@@ -146,7 +154,8 @@ class Images:
         """Pin what is left of an image, to be exported; an image that is no longer here has no tokens left."""
         left = self._left.get(key)
         if left is None or left.releasing:
-            return [Recalled(trajectory_id=key[0], epoch=key[1], kv_tokens=0, prompt_pages=0, page_keys=())]
+            gone = Recalled(trajectory_id=key[0], epoch=key[1], kv_tokens=0, prompt_pages=0, page_keys=(), written=())
+            return [gone]
         if left.moving or left.wanted is not None:
             return []
         self._cache.kept.pin(left.image)
@@ -158,6 +167,7 @@ class Images:
                 kv_tokens=tokens,
                 prompt_pages=min(tokens, left.prompt_tokens) // page_tokens,
                 page_keys=left.parked.page_keys[: tokens // page_tokens],
+                written=first_tokens(left.parked.written, tokens),
             )
         ]
 

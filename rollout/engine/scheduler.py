@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rollout.engine.images import Images
+from rollout.engine.live import LiveWeights
 from rollout.engine.rates import Rates
 from rollout.engine.sequence import Sequence, Status
 from rollout.engine.sources import Sources, find_sources
@@ -77,10 +78,11 @@ class Limits:
 class Scheduler:
     """Queues of sequences and the pages they hold."""
 
-    def __init__(self, cache: KVCache, images: Images, rates: Rates, limits: Limits) -> None:
+    def __init__(self, cache: KVCache, images: Images, rates: Rates, live: LiveWeights, limits: Limits) -> None:
         self._cache = cache
         self._images = images
         self._rates = rates
+        self._live = live
         self._limits = limits
         # Keys only, so that one of many leaves in constant time.
         self._waiting: OrderedDict[Sequence, None] = OrderedDict()
@@ -98,6 +100,10 @@ class Scheduler:
     def sequences(self) -> Iterator[Sequence]:
         yield from self._waiting
         yield from self._running
+
+    def running_sequences(self) -> Iterator[Sequence]:
+        """Those that hold pages, in order of admission."""
+        return iter(self._running)
 
     def add(self, sequence: Sequence) -> None:
         self._waiting[sequence] = None
@@ -147,15 +153,26 @@ class Scheduler:
         self._cache.settle(sequence.pages)
         sequence.status = Status.RUNNING
 
-    def restore_failed(self, sequence: Sequence) -> None:
-        """A copy failed: the sequence starts again, without what could not be copied."""
+    def restart(self, sequence: Sequence) -> None:
+        """The copies into a restoring sequence's pages are over, but one failed, or what they brought is of no use: it
+        starts again without that."""
         self._cache.settle(sequence.pages)
-        self._requeue(sequence)
+        self.requeue(sequence)
+
+    def requeue(self, sequence: Sequence) -> None:
+        """A running sequence waits again, first in line and without its KV."""
+        del self._running[sequence]
+        self._cache.close(sequence.pages)
+        sequence.holding = None
+        sequence.computed = 0
+        sequence.outdated = False
+        sequence.status = Status.WAITING
+        self._waiting[sequence] = None
+        self._waiting.move_to_end(sequence, last=False)
 
     def share(self, sequence: Sequence) -> None:
         """Put the whole pages that have KV into the prefix tree."""
-        whole = sequence.computed // self._cache.page_tokens * self._cache.page_tokens
-        self._cache.commit(sequence.pages, sequence.key_of(whole))
+        self._cache.commit(sequence.pages, sequence.key_of(sequence.shareable_end))
 
     def finish(self, sequence: Sequence) -> None:
         """Out of the engine; what the tree may keep stays there."""
@@ -194,25 +211,16 @@ class Scheduler:
                     stalled.append(sequence)
                     break
                 preempted.append(victim)
-                self._requeue(victim)
+                self.requeue(victim)
         return tuple(preempted), stalled
-
-    def _requeue(self, sequence: Sequence) -> None:
-        del self._running[sequence]
-        self._cache.close(sequence.pages)
-        sequence.holding = None
-        sequence.computed = 0
-        sequence.status = Status.WAITING
-        self._waiting[sequence] = None
-        self._waiting.move_to_end(sequence, last=False)
 
     def _admit(self) -> tuple[Admission, ...]:
         admitted: list[Admission] = []
         for sequence in list(self._waiting):
             if len(self._running) >= self._limits.max_running:
                 break
-            sources = find_sources(sequence, self._cache, self._images, self._rates, unit=self._unit)
-            if sources.arriving or self._sibling_computes(sequence, sources.stored_tokens + self._unit):
+            sources = find_sources(sequence, self._cache, self._images, self._rates, self._live, unit=self._unit)
+            if sources.arriving or self._sibling_computes(sequence, sources):
                 continue
             admission = self._open(sequence, sources) if self._fits(sequence, sources) else None
             if admission is None:
@@ -237,11 +245,12 @@ class Scheduler:
         cache = self._cache
         key = sequence.key_of(sources.stored_tokens)
         pages = cache.pages_for(len(sequence.tokens))
-        holding = cache.open(sequence.trajectory_id, sequence.weights_id, key, sources.device)
+        root = sources.written.first.weights_id
+        holding = cache.open(sequence.trajectory_id, root, key, sources.device)
         tail = sources.tail
         room = pages - sources.device
         if tail is not None:
-            room -= Tier.DEVICE in tail.tail
+            room -= len(tail.tail.get(Tier.DEVICE, ()))
             cache.kept.hold_tail(tail, held=True)
         roomy = (
             cache.load(holding, key, sources.device + sources.host, room=room)
@@ -263,6 +272,7 @@ class Scheduler:
         grown = grown and cache.grow(holding, pages)
         assert grown, (len(sequence.tokens), cache.stats())
         cache.admitted(holding, sources.stored, sources.wanted)
+        sequence.write(sources.written)
         sequence.holding = holding
         sequence.restoring = restored > 0
         sequence.status = Status.RESTORING if restored or holding.loads else Status.RUNNING
@@ -282,13 +292,15 @@ class Scheduler:
         """Prefixes of a prompt are reused in multiples of this: whole pages; where history is replayed whole chunks."""
         return self._limits.chunk_tokens if self._limits.replays else self._cache.page_tokens
 
-    def _sibling_computes(self, sequence: Sequence, end: int) -> bool:
-        """Whether a running prefill is about to write positions up to `end` that this sequence could reuse."""
-        if end > sequence.reusable_end:
+    def _sibling_computes(self, sequence: Sequence, sources: Sources) -> bool:
+        """Whether a running prefill is about to write the positions behind those stored, for this sequence to reuse."""
+        end = sources.stored_tokens + self._unit
+        if end > sequence.reusable_end or sources.written.first != self._live.weights:
             return False
         return any(
             other.status is Status.RUNNING
-            and other.computed < end <= other.prefill_end
+            and other.computed < end <= other.written.pure(other.prefill_end)
+            and other.written.first == self._live.weights
             and other.tokens[:end] == sequence.tokens[:end]
             for other in self._running
         )

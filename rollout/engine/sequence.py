@@ -14,8 +14,9 @@ from rollout.control.commands import Assignment
 from rollout.engine.repetition import RepetitionFinder
 from rollout.kv.chain import Chain, ChainValues
 from rollout.kv.holding import Holding
-from rollout.kv.keys import PageNames
-from rollout.types import AbortReason, Columns, FinishReason, SequenceKey, TrajectoryId
+from rollout.kv.keys import PageKey, PageNames
+from rollout.kv.written import Written
+from rollout.types import AbortReason, Columns, FinishReason, SequenceKey, TrajectoryId, Weights
 
 
 class Status(StrEnum):
@@ -42,6 +43,7 @@ class Sequence:
         "most_total",
         "names",
         "only_loads",
+        "outdated",
         "prompt_tokens",
         "repetition",
         "replays",
@@ -52,7 +54,7 @@ class Sequence:
         "stop_ids",
         "tokens",
         "turns",
-        "weights_id",
+        "written",
     )
 
     def __init__(
@@ -62,16 +64,19 @@ class Sequence:
         eos_ids: tuple[int, ...],
         max_context: int,
         replays: bool,
-        names: PageNames,
-        weights_id: str,
+        root: PageKey,
+        page_tokens: int,
+        weights: Weights,
     ) -> None:
+        """`weights` write its KV, unless it goes on with what others wrote (`write`)."""
         sampling = assignment.sampling
         self.assignment = assignment
         self.prompt_tokens = len(assignment.prompt_ids)
         self.tokens = array("i", [*assignment.prompt_ids, *assignment.output.ids])
-        self.names = names
-        self.weights_id = weights_id
         self.replays = replays
+        self.written = Written(weights)
+        self.names = PageNames(root, page_tokens=page_tokens, written=self.written, prefilled=self._prefilled)
+        self.chain = Chain()
         unsampled = len(self.tokens) - assignment.output.sampled
         """Tokens that count for no budget: the prompt, and what was appended to it later."""
         self.max_total = min(max_context, unsampled + sampling.max_new_tokens)
@@ -103,7 +108,8 @@ class Sequence:
         self.computed = 0
         self.holding: Holding | None = None
         self.abort = False
-        self.chain = Chain()
+        self.outdated = False
+        """Its weights were replaced while copies into its pages were under way: it starts again after them."""
 
     @property
     def trajectory_id(self) -> TrajectoryId:
@@ -141,6 +147,11 @@ class Sequence:
         return missing > 1 or (missing == 1 and not self.computed)
 
     @property
+    def _prefilled(self) -> int | None:
+        """Positions that are told apart from those which decode steps write, if any are."""
+        return self.prompt_tokens if self.replays else None
+
+    @property
     def full(self) -> bool:
         """Whether the next position needs another page."""
         return self.computed >= len(self.pages.table) * self.names.page_tokens
@@ -150,10 +161,24 @@ class Sequence:
         """Positions whose KV may come from elsewhere: one token at least must be fed."""
         return len(self.tokens) - 1
 
+    @property
+    def shareable_end(self) -> int:
+        """Positions with KV that are in whole pages, and all of them written by the same weights."""
+        whole = self.written.pure(self.computed) // self.names.page_tokens
+        return whole * self.names.page_tokens
+
+    def write(self, written: Written) -> None:
+        """This is by which weights its KV was and will be written; it has no pages yet."""
+        if written == self.written:
+            return
+        self.written = written
+        self.names = self.names.written_by(written)
+        self.chain = Chain()
+
     def chain_values(self, start: int, end: int) -> ChainValues:
         """What a canary must find at positions [start, end)."""
-        if len(self.chain) < end:
-            self.chain.extend(self.tokens[len(self.chain) : end], self.weights_id)
+        for begin, stop, weights in self.written.between(len(self.chain), end):
+            self.chain.extend(self.tokens[begin:stop], weights.weights_id)
         return self.chain.values(start, end)
 
     def key_of(self, tokens: int) -> bytes:

@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 
 from rollout.control.commands import Assignment
+from rollout.engine.live import LiveWeights
 from rollout.engine.sequence import Sequence
 from rollout.errors import InvalidPromptError, PromptTooLongError
-from rollout.kv.keys import PageKey, PageNames
+from rollout.kv.keys import PageKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +19,7 @@ class SequenceFactory:
     eos_ids: tuple[int, ...]
     max_context: int
     replays: bool
-    weights_id: str
+    live: LiveWeights
 
     def make(self, assignment: Assignment) -> Sequence:
         """Raises `PromptTooLongError` or `InvalidPromptError`."""
@@ -34,17 +35,12 @@ class SequenceFactory:
             raise InvalidPromptError(f"{assignment.trajectory_id}: token ids {allowed}")
         if output.sampled < len(output) and not 0 <= min(output.ids) <= max(output.ids) < self.vocab_size:
             raise InvalidPromptError(f"{assignment.trajectory_id}: appended token ids {allowed}")
-        names = PageNames(
-            self.root,
-            page_tokens=self.page_tokens,
-            weights_id=self.weights_id,
-            prefilled=len(prompt) if self.replays else None,
-        )
         return Sequence(
             assignment,
             eos_ids=self.eos_ids,
             max_context=max_context,
             replays=self.replays,
-            names=names,
-            weights_id=self.weights_id,
+            root=self.root,
+            page_tokens=self.page_tokens,
+            weights=self.live.weights,
         )

@@ -3,11 +3,15 @@
 from dataclasses import dataclass
 
 from rollout.engine.images import Images
+from rollout.engine.live import LiveWeights
 from rollout.engine.rates import Rates
 from rollout.engine.sequence import Sequence
 from rollout.kv.cache import KVCache, Stored
 from rollout.kv.kept import Kept
+from rollout.kv.nodes import ID_BYTES
 from rollout.kv.tiers import Tier
+from rollout.kv.written import Written
+from rollout.types import KVRun, first_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +27,9 @@ class Sources:
     tail: Kept | None
     """What the trajectory left here, if that continues these pages and has more than the pool."""
     image_tokens: int
-    """Of the pool's image."""
+    """Of the pool's image, as far as it goes with the rest."""
+    written: Written
+    """By which weights all that was, and what follows will be."""
     page_tokens: int
 
     @property
@@ -36,16 +42,17 @@ class Sources:
         return self.stored.arriving
 
 
-def find_sources(sequence: Sequence, cache: KVCache, images: Images, rates: Rates, *, unit: int) -> Sources:
+def find_sources(
+    sequence: Sequence, cache: KVCache, images: Images, rates: Rates, live: LiveWeights, *, unit: int
+) -> Sources:
     """Decide what to use of what there is; changes nothing.
 
     Where prefill goes on in the middle of the prompt, it does so at a multiple of `unit` tokens.
     """
     page_tokens = cache.page_tokens
-    wanted = sequence.reusable_end // page_tokens
-    stored = cache.stored(sequence.weights_id, sequence.key_of(wanted * page_tokens), wanted)
-    image_tokens = sequence.image.kv_tokens if sequence.image is not None else 0
-    left = images.of(sequence.trajectory_id, sequence.weights_id)
+    written, left, image_tokens = _history(sequence, images, live)
+    wanted = written.pure(sequence.reusable_end) // page_tokens
+    stored = cache.stored(written.first.weights_id, sequence.key_of(wanted * page_tokens), wanted)
     found = stored.device + stored.host if sequence.loadable else stored.device
     if (
         found > stored.device
@@ -65,8 +72,29 @@ def find_sources(sequence: Sequence, cache: KVCache, images: Images, rates: Rate
         host=found - device,
         tail=left if here > image_tokens else None,
         image_tokens=image_tokens,
+        written=written,
         page_tokens=page_tokens,
     )
+
+
+def _history(sequence: Sequence, images: Images, live: LiveWeights) -> tuple[Written, Kept | None, int]:
+    """By which weights the KV that a sequence goes on with was written, and what of it is here and in the pool: of two
+    images with different histories that of more tokens."""
+    here = images.of(sequence.trajectory_id)
+    left, left_runs = here if here is not None else (None, ())
+    image_runs = sequence.image.written if sequence.image is not None else ()
+    if not live.may_use(image_runs):
+        image_runs = ()
+    runs = max(left_runs, image_runs, key=_tokens)
+    if first_tokens(runs, _tokens(image_runs)) != image_runs:
+        image_runs = ()
+    if first_tokens(runs, _tokens(left_runs)) != left_runs:
+        left = None
+    return Written.continued(runs, live.weights), left, _tokens(image_runs)
+
+
+def _tokens(runs: tuple[KVRun, ...]) -> int:
+    return sum(run.tokens for run in runs)
 
 
 def _worth_loading(sequence: Sequence, left: Kept | None, rates: Rates, tokens: int, end: int) -> bool:
@@ -81,5 +109,5 @@ def _worth_loading(sequence: Sequence, left: Kept | None, rates: Rates, tokens: 
 
 def _tail_end(left: Kept | None, pages: int, page_tokens: int) -> int:
     """Tokens that a sequence has with a tail that follows `pages` pages; 0 if there is none such."""
-    follows = left is not None and bool(left.tail) and left.tokens // page_tokens == pages
+    follows = left is not None and bool(left.tail) and len(left.key) == pages * page_tokens * ID_BYTES
     return left.tokens if left is not None and follows else 0

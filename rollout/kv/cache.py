@@ -52,7 +52,7 @@ class KVCache:
         self.tiered = TieredTree(self._tree, device_pages=total_pages, host_pages=host_pages, write=write)
         self.kept = KeptImages(self.tiered, page_tokens)
         self._counts = self.tiered.counts[Tier.DEVICE]
-        self._borrowed: dict[CopyId, int] = {}
+        self._borrowed: dict[CopyId, list[int]] = {}
         """Host pages of tails that are being copied to holdings."""
 
     @property
@@ -207,16 +207,20 @@ class KVCache:
         holding.shared = 0
 
     def park(self, holding: Holding, key: bytes, tokens: int) -> Kept:
-        """Turn a holding into a pinned image of positions [0, tokens), `key` being the ids of the whole pages."""
+        """Turn a holding into a pinned image of positions [0, tokens).
+
+        `key` is the ids of the whole pages that one load of weights wrote; the others are the tail.
+        """
         self.commit(holding, key, write=False)
         page_bytes = self.page_tokens * ID_BYTES
-        assert len(key) // page_bytes == tokens // self.page_tokens, (len(key), tokens)
+        assert len(key) // page_bytes <= tokens // self.page_tokens, (len(key), tokens)
         if holding.shared * page_bytes < len(key):  # another sequence is just loading the rest
             key = key[: holding.shared * page_bytes]
             tokens = holding.shared * self.page_tokens
-        rest = holding.table[holding.shared :]
-        tail = {Tier.DEVICE: rest.pop(0)} if tokens % self.page_tokens else {}
-        self._counts.private -= self.tiered.give(Tier.DEVICE, rest)
+        end = self.pages_for(tokens)
+        rest, spare = holding.table[holding.shared : end], holding.table[end:]
+        tail = {Tier.DEVICE: rest} if rest else {}
+        self._counts.private -= self.tiered.give(Tier.DEVICE, spare)
         kept = Kept(
             owner=holding.owner, weights_id=holding.weights_id, key=key, tokens=tokens, node=holding.node, tail=tail
         )
@@ -233,27 +237,28 @@ class KVCache:
         return kept
 
     def adopt(self, kept: Kept, holding: Holding) -> None:
-        """Continue a holding of all whole pages of an image with its tail; the image is over then.
+        """Continue a holding of all that the tree has of an image with its tail; the image is over then.
 
-        A tail on the host needs a free page and becomes one of the holding's loads.
+        A tail on the host needs free pages and becomes one of the holding's loads.
         """
         assert kept.tail, "an image without a tail"
-        assert len(holding.table) == kept.tokens // self.page_tokens, (len(holding.table), kept.tokens)
+        first = len(holding.table)
+        assert first * self.page_tokens * ID_BYTES == len(kept.key), (first, len(kept.key))
         if Tier.HOST in kept.tail:
-            grown = self.grow(holding, len(holding.table) + 1, reserved=True)
+            grown = self.grow(holding, first + len(kept.tail[Tier.HOST]), reserved=True)
             assert grown, self.stats()
-        tier, page = self.kept.take_tail(kept)
+        tier, pages = self.kept.take_tail(kept)
         if tier is Tier.DEVICE:
-            holding.append((page,))
+            holding.append(pages)
             return
 
         def copied(copy_id: CopyId, ok: bool) -> None:
-            freed = self.tiered.give(Tier.HOST, [self._borrowed.pop(copy_id)])
+            freed = self.tiered.give(Tier.HOST, self._borrowed.pop(copy_id))
             self.tiered.counts[Tier.HOST].private -= freed
             self._landed(holding, copy_id, ok)
 
-        copy_id = self.tiered.copy_page(Tier.DEVICE, page, holding.table[-1], done=copied)
-        self._borrowed[copy_id] = page
+        copy_id = self.tiered.copy_pages(Tier.DEVICE, pages, holding.table[first:], done=copied)
+        self._borrowed[copy_id] = pages
         holding.loads.add(copy_id)
 
     def _landed(self, holding: Holding, copy_id: CopyId, ok: bool) -> None:
@@ -284,14 +289,15 @@ class KVCache:
             tier: [n.arriving for n in nodes if n.arriving is not None and n.arriving.to is tier] for tier in Tier
         }
         own = [page for holding in holdings for page in holding.table[holding.shared :]]
-        tails = {tier: [page for image in images for at, page in image.tail.items() if at is tier] for tier in Tier}
-        moving = {tier: sum(tier is image.tail_to for image in images) for tier in Tier}
+        tails = {tier: [page for image in images for page in image.tail.get(tier, ())] for tier in Tier}
+        moving = {tier: sum(len(each.tail[tier]) for each in images if tier is each.tail_to) for tier in Tier}
+        borrowed = [page for pages in self._borrowed.values() for page in pages]
         for tier in Tier:
             counts = self.stats(tier)
             in_tree = [page for node in nodes for page in node.at(tier).pages]
             landing = [page for copy in arriving[tier] for page in copy.pages]
             reserved = sum(h.reserved for h in holdings) if tier is Tier.DEVICE else 0
-            private = tails[tier] + (own if tier is Tier.DEVICE else list(self._borrowed.values()))
+            private = tails[tier] + (own if tier is Tier.DEVICE else borrowed)
             held = [*in_tree, *landing, *private]
             found = (len(in_tree), len(private) - reserved - moving[tier], len(landing) + reserved + moving[tier])
             assert found == (counts.tree, counts.private, counts.reserved), (tier, found, counts)

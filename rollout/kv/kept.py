@@ -1,4 +1,7 @@
-"""Images of stopped sequences on their worker: whole pages in the prefix tree, the last page apart. Integers only.
+"""Images of stopped sequences on their worker: whole pages in the prefix tree, the tail apart. Integers only.
+
+The tail is the page that is not full, and all pages from the first one on that several weights wrote: the tree holds
+chains of one load of weights only.
 
     pinned → on the device (evictable; the tail for a bounded time) | on the host (stays) | given up
     either of these → pinned again, to be exported or moved
@@ -29,20 +32,21 @@ class FreedPages:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Kept:
-    """The KV of positions [0, tokens) of a sequence that stopped."""
+    """The KV of positions [0, tokens) of a sequence that stopped, those of `key` and of the tail."""
 
     owner: TrajectoryId
     weights_id: str
+    """What wrote the whole pages in the tree."""
     key: bytes
-    """Ids of the whole pages."""
+    """Ids of these."""
     tokens: int
     node: Node
-    """Where the whole pages end, as long as something is locked."""
+    """Where they end, as long as something is locked."""
     locked: set[Tier] = field(default_factory=lambda: {Tier.DEVICE})
     """Tiers in which `node` is locked for it: pinned for as long as the device is one."""
     tier: Tier = Tier.DEVICE
-    tail: dict[Tier, int] = field(default_factory=dict)
-    """The page that is not full; in both tiers while it is copied."""
+    tail: dict[Tier, list[int]] = field(default_factory=dict)
+    """The pages that follow; in both tiers while they are copied."""
     tail_to: Tier | None = None
     """Where it is being copied to."""
     moving: set[CopyId] = field(default_factory=set)
@@ -66,15 +70,12 @@ class KeptImages:
         self._tree = tiered.tree
         self._page_tokens = page_tokens
         self._images: dict[Kept, None] = {}
-        self._spare: dict[Kept, None] = {}
-        """Those whose tail `make_room` may take, oldest first."""
+        self._spare: dict[Kept, int] = {}
+        """Those whose tail `make_room` may take, oldest first, with the pages of that."""
+        self.spare = 0
+        """Device pages of tails that may be taken."""
         self._moved: list[Kept] = []
         tiered.spare_pages = self._free_spare
-
-    @property
-    def spare(self) -> int:
-        """Device pages of tails that may be taken."""
-        return len(self._spare)
 
     def images(self) -> list[Kept]:
         return list(self._images)
@@ -94,7 +95,8 @@ class KeptImages:
         for node in kept.node.path():
             tier = Tier.DEVICE if node.device.pages else Tier.HOST
             refs += [(tier, page) for page in node.at(tier).pages]
-        return (*refs, *list(kept.tail.items())[:1])
+        tail = next(((tier, pages) for tier, pages in kept.tail.items()), (Tier.DEVICE, []))
+        return (*refs, *((tail[0], page) for page in tail[1]))
 
     def unpin(self, kept: Kept, *, expires_at: float) -> None:
         """Leave an image where it is: what is on the device may be evicted, what is on the host stays.
@@ -107,19 +109,19 @@ class KeptImages:
         self._unlock(kept, {Tier.DEVICE, Tier.HOST} if kept.tier is Tier.DEVICE else {Tier.DEVICE})
         kept.expires_at = expires_at
         if kept.tier is Tier.DEVICE and kept.tail:
-            self._spare[kept] = None
+            self._offer(kept)
 
     def pin(self, kept: Kept) -> None:
         """Lock what is left of an image; `tokens` and `key` are less than before if something was evicted."""
         if kept.pinned:
             return
-        self._spare.pop(kept, None)
+        self._take_back(kept)
         whole = len(kept.key) // self._page_bytes
         self._unlock(kept, {Tier.HOST})
         kept.node = self._tree.match(kept.weights_id, kept.key, whole, kept.owner)
         self._lock(kept, {Tier.DEVICE, Tier.HOST})
         pages = sum(len(node.edge) for node in kept.node.path()) // self._page_bytes
-        if pages < whole or (kept.tokens % self._page_tokens and not kept.tail):
+        if pages < whole or not kept.tail:
             kept.tokens = pages * self._page_tokens
             kept.key = kept.key[: pages * self._page_bytes]
             self._free_tail(kept)
@@ -132,16 +134,16 @@ class KeptImages:
         self._lock(kept, {Tier.HOST})
         missing = [node for node in kept.node.path() if not node.at(to).pages and node.arriving is None]
         count = sum(len(node.at(to.other).pages) for node in missing)
-        tail = kept.tail.get(to.other) if to not in kept.tail else None
-        need = count + (tail is not None)
+        tail = kept.tail.get(to.other, []) if to not in kept.tail else []
+        need = count + len(tail)
         if not (self._tiered.make_room_on_host(need) if to is Tier.HOST else self._tiered.make_room(need)):
             kept.moving_to = None
             return False
-        if tail is not None:
+        if tail:
             kept.tail_to = to
-            (kept.tail[to],) = self._tiered.take(to, 1)
-            self._tiered.counts[to].reserved += 1
-            kept.moving.add(self._tiered.copy_page(to, tail, kept.tail[to], done=partial(self._tail_copied, kept)))
+            kept.tail[to] = self._tiered.take(to, len(tail))
+            self._tiered.counts[to].reserved += len(tail)
+            kept.moving.add(self._tiered.copy_pages(to, tail, kept.tail[to], done=partial(self._tail_copied, kept)))
         landed = partial(self._landed, kept)
 
         for node in kept.node.path():
@@ -174,7 +176,7 @@ class KeptImages:
         if mine is not None and any(node.arriving is not None for node in _subtree(mine)):
             return None
         free, node = self._tiered.free(Tier.DEVICE), kept.node
-        exclusive = int(Tier.DEVICE in kept.tail)
+        exclusive = len(kept.tail.get(Tier.DEVICE, ()))
         self.forget(kept)
         for step in reversed(self._tree.exclusive(node, kept.owner)):
             exclusive += len(step.device.pages)
@@ -185,21 +187,20 @@ class KeptImages:
 
     def hold_tail(self, kept: Kept, *, held: bool) -> None:
         """Whether `make_room` must spare the tail of an image that is kept on the device."""
-        if held or kept.pinned or Tier.DEVICE not in kept.tail:
-            self._spare.pop(kept, None)
-        else:
-            self._spare[kept] = None
+        self._take_back(kept)
+        if not (held or kept.pinned) and Tier.DEVICE in kept.tail:
+            self._offer(kept)
 
-    def take_tail(self, kept: Kept) -> tuple[Tier, int]:
+    def take_tail(self, kept: Kept) -> tuple[Tier, list[int]]:
         """The tail becomes the caller's; the image is over."""
-        ((tier, page),) = kept.tail.items()
+        ((tier, pages),) = kept.tail.items()
         kept.tail = {}
         self.forget(kept)
-        return tier, page
+        return tier, pages
 
     def forget(self, kept: Kept) -> None:
         """The image is over; what it had in the tree stays there, to be used or evicted."""
-        self._spare.pop(kept, None)
+        self._take_back(kept)
         self._free_tail(kept)
         self._unlock(kept, set(kept.locked))
         del self._images[kept]
@@ -207,7 +208,7 @@ class KeptImages:
     def expire(self, now: float) -> None:
         """Free the tails that were held long enough."""
         for kept in [kept for kept in self._spare if kept.expires_at <= now]:
-            self._spare.pop(kept)
+            self._take_back(kept)
             self._free_tail(kept)
 
     # Moves --------------------------------------------------------------------------------------------
@@ -221,8 +222,9 @@ class KeptImages:
     def _tail_copied(self, kept: Kept, copy_id: CopyId, ok: bool) -> None:
         to, kept.tail_to = kept.tail_to, None
         assert to is not None
-        self._tiered.counts[to].reserved -= 1
-        self._tiered.counts[to].private += 1
+        pages = len(kept.tail[to])
+        self._tiered.counts[to].reserved -= pages
+        self._tiered.counts[to].private += pages
         self._landed(kept, copy_id, ok)
 
     def _settle(self, kept: Kept, expires_at: float) -> FreedPages:
@@ -231,9 +233,9 @@ class KeptImages:
         if not kept.failed:
             kept.tier = to
         free = self._tiered.free(Tier.DEVICE)
-        exclusive = int(kept.tier is Tier.HOST and Tier.DEVICE in kept.tail)
+        exclusive = len(kept.tail.get(Tier.DEVICE, ())) if kept.tier is Tier.HOST else 0
         for tier in [tier for tier in kept.tail if tier is not kept.tier]:
-            self._free_page(tier, kept.tail.pop(tier))
+            self._free_pages(tier, kept.tail.pop(tier))
         if kept.tier is Tier.DEVICE:
             self.unpin(kept, expires_at=expires_at)
             return FreedPages(exclusive=0, freed=0)
@@ -260,20 +262,28 @@ class KeptImages:
             self._tree.unlock(kept.node, tier)
         kept.locked -= tiers
 
+    def _offer(self, kept: Kept) -> None:
+        self._spare[kept] = len(kept.tail[Tier.DEVICE])
+        self.spare += self._spare[kept]
+
+    def _take_back(self, kept: Kept) -> None:
+        self.spare -= self._spare.pop(kept, 0)
+
     def _free_spare(self, count: int) -> int:
-        taken = list(self._spare)[:count]
-        for kept in taken:
-            self._spare.pop(kept)
+        before = self.spare
+        while self._spare and before - self.spare < count:
+            kept = next(iter(self._spare))
+            self._take_back(kept)
             self._free_tail(kept)
-        return len(taken)
+        return before - self.spare
 
     def _free_tail(self, kept: Kept) -> None:
-        for tier, page in kept.tail.items():
-            self._free_page(tier, page)
+        for tier, pages in kept.tail.items():
+            self._free_pages(tier, pages)
         kept.tail = {}
 
-    def _free_page(self, tier: Tier, page: int) -> None:
-        self._tiered.counts[tier].private -= self._tiered.give(tier, [page])
+    def _free_pages(self, tier: Tier, pages: list[int]) -> None:
+        self._tiered.counts[tier].private -= self._tiered.give(tier, pages)
 
 
 def _subtree(node: Node) -> Iterator[Node]:

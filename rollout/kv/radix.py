@@ -14,7 +14,7 @@ never match.
 
 import heapq
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 
 from rollout.kv.nodes import ID_BYTES, Arriving, Node
 from rollout.kv.tiers import Tier
@@ -246,6 +246,29 @@ class RadixTree:
             node = stack.pop()
             stack += node.children.values()
             yield node
+
+    # Other weights ------------------------------------------------------------------------------------
+
+    def foreign(self, weights_ids: Set[str]) -> list[Node]:
+        """What weights other than these wrote, children before their parents."""
+        found: list[Node] = []
+        stack = [
+            child for name, root in self._roots.items() if name not in weights_ids for child in root.children.values()
+        ]
+        while stack:
+            node = stack.pop()
+            found.append(node)
+            stack += node.children.values()
+        return found[::-1]
+
+    def uproot(self, weights_ids: Set[str]) -> bool:
+        """Forget the roots of other weights below which there is nothing left; whether these are all of them."""
+        foreign = [name for name in self._roots if name not in weights_ids]
+        for name in foreign:
+            root = self._roots[name]
+            if not (root.children or root.device.locks or root.host.locks):
+                del self._roots[name]
+        return all(name in weights_ids for name in self._roots)
 
     # Edges --------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ Whatever happens meanwhile to those who wanted a copy, only its end unlocks and 
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 
 from rollout.config import NoWrites, WriteBack, WritePolicy, WriteThrough, WriteThroughSelective
@@ -150,6 +150,20 @@ class TieredTree:
         pages = self.tree.displace(node, tier)
         self.counts[tier].evicted += self.give(tier, pages)
 
+    def purge(self, weights_ids: Set[str]) -> bool:
+        """Free all that weights other than these wrote, but for what is held; whether all of it is gone."""
+        for node in self.tree.foreign(weights_ids):
+            for tier in Tier:
+                spot = node.at(tier)
+                if (
+                    spot.pages
+                    and not spot.locks
+                    and not spot.below
+                    and (node.at(tier.other).pages or not node.children)
+                ):
+                    self._drop(node, tier)
+        return self.tree.uproot(weights_ids)
+
     # Copies -------------------------------------------------------------------------------------------
 
     def write(self, node: Node, *, leaves: bool = False, done: Done | None = None) -> CopyId:
@@ -170,9 +184,10 @@ class TieredTree:
             self.tree.lock(node, tier)
         return self._fly(node, Tier.DEVICE, leaves=False, done=done)
 
-    def copy_page(self, to: Tier, source: int, target: int, *, done: Done) -> CopyId:
-        """Copy a page that is not in the tree; both are the caller's before and after."""
-        return self._plan(Copy(copy_id=self._next_id(), to=to, sources=(source,), targets=(target,)), done=done)
+    def copy_pages(self, to: Tier, sources: Sequence[int], targets: Sequence[int], *, done: Done) -> CopyId:
+        """Copy pages that are not in the tree; all are the caller's before and after."""
+        copy = Copy(copy_id=self._next_id(), to=to, sources=tuple(sources), targets=tuple(targets))
+        return self._plan(copy, done=done)
 
     def watch(self, copy_id: CopyId, done: Done) -> CopyId:
         """Be told of the end of a copy that is under way."""
@@ -223,8 +238,9 @@ class TieredTree:
                 ok = False
             self._land(flight, nodes, ok)
         else:
-            self.counts[flight.copy.to].arrived += ok
-            self.counts[flight.copy.to].failed += not ok
+            counts, pages = self.counts[flight.copy.to], len(flight.copy.targets)
+            counts.arrived += pages if ok else 0
+            counts.failed += 0 if ok else pages
         del self._flights[copy_id]
         for done in flight.done:
             done(copy_id, ok)

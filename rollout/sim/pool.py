@@ -120,7 +120,7 @@ class SimPool:
             answer = Exported(
                 trajectory_id=key[0],
                 epoch=key[1],
-                image=Image(runs=tuple(job.runs), kv_tokens=order.kv_tokens),
+                image=Image(runs=tuple(job.runs), kv_tokens=order.kv_tokens, written=order.written),
                 sent_bytes=job.sent,
                 seconds=self._clock.now - began + latency_s,
                 displaced=displaced,

@@ -8,7 +8,7 @@ import itertools
 import math
 from collections.abc import Callable, Generator, Iterable, Sequence
 
-from rollout.config import AbortConfig, EngineConfig, GroupsConfig, HostConfig, Memory, ResumeConfig
+from rollout.config import AbortConfig, EngineConfig, GroupsConfig, HostConfig, Memory, ResumeConfig, WeightsConfig
 from rollout.control.aborts import AbortTicket
 from rollout.control.collection import Collection
 from rollout.control.commands import (
@@ -34,7 +34,7 @@ from rollout.sim.clock import Clock
 from rollout.sim.machine import MachineRates
 from rollout.sim.outcome import Outcome
 from rollout.sim.pool import SimPool
-from rollout.sim.worker import SimWorker
+from rollout.sim.worker import WEIGHTS, SimWorker
 from rollout.types import Delivery, GroupId, Keep, NodeId, SamplingParams, Then, WorkerId, trajectory_seed
 
 NODE = NodeId("node")
@@ -71,7 +71,13 @@ class Simulation:
         self.rates = rates
         self.clock = Clock()
         self.controller = Controller(
-            workers=workers, max_context=rates.max_context, abort=abort, resume=resume, groups=groups
+            workers=workers,
+            max_context=rates.max_context,
+            weights=WEIGHTS,
+            abort=abort,
+            resume=resume,
+            groups=groups,
+            versions=WeightsConfig(),
         )
         self.pool = SimPool(NODE, rates, self.clock, answer=self.tell, check=check)
         self.workers = {

@@ -13,6 +13,7 @@ from rollout.control.commands import Assignment
 from rollout.control.messages import Failed, Parked, WorkerEvent, WorkerReport
 from rollout.engine.engine import IDLE_S, Engine
 from rollout.engine.images import Images
+from rollout.engine.live import LiveWeights
 from rollout.engine.rates import Rates
 from rollout.engine.scheduler import CHUNK_TOKENS, Limits, Scheduler
 from rollout.errors import RequestError
@@ -26,9 +27,10 @@ from rollout.sim.outbox import Outbox
 from rollout.sim.parked import ParkedSequences
 from rollout.sim.runner import VOCAB_SIZE, PacedRunner
 from rollout.sim.transfers import Lender, PacedCopier, PacedRestorer
-from rollout.types import Keep, SequenceKey, Version, WorkerId
+from rollout.types import Keep, SequenceKey, Version, Weights, WeightsId, WorkerId
 
 ROOT = root_key(Fingerprint("simulated"))
+WEIGHTS = Weights(WeightsId("simulated"), Version(0))
 
 
 class SimWorker:
@@ -136,11 +138,12 @@ class SimWorker:
             replays=False,
             spare_pages=math.ceil(memory.free_share * rates.device_pages) if memory is not None else 0,
         )
-        images = Images(cache, tail_hold_s=config.tail_hold_s)
+        live = LiveWeights(WEIGHTS)
+        images = Images(cache, live, tail_hold_s=config.tail_hold_s)
         measured = Rates(rates.token_bytes, host.load_back_tokens)
         return Engine(
             runner=self._runner,
-            scheduler=Scheduler(cache, images, measured, limits),
+            scheduler=Scheduler(cache, images, measured, live, limits),
             cache=cache,
             images=images,
             copier=PacedCopier(rates, self._clock, self._load, self._now, self._wake),
@@ -151,8 +154,7 @@ class SimWorker:
             eos_ids=(),
             max_context=min(rates.max_context, rates.device_pages * rates.page_tokens),
             replays=False,
-            weights_id="simulated",
-            version=Version(0),
+            live=live,
             clock=self._now,
         )
 

@@ -97,8 +97,9 @@ def within(timeout_s: float, what: str, call: Callable[[], T]) -> T:
     Nothing of the call stays in the error: what it refers to would keep connections open.
     """
     answers: queue.SimpleQueue[tuple[T | None, str | Exception | None]] = queue.SimpleQueue()
-    threading.Thread(target=_run, args=(call, answers), daemon=True).start()
+    calls = [call]
     del call
+    threading.Thread(target=_run, args=(calls, answers), daemon=True).start()
     try:
         result, failure = answers.get(timeout=timeout_s)
     except queue.Empty:
@@ -110,10 +111,12 @@ def within(timeout_s: float, what: str, call: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]
 
 
-def _run(call: Callable[[], T], answers: "queue.SimpleQueue[tuple[T | None, str | Exception | None]]") -> None:
+def _run(calls: list[Callable[[], T]], answers: "queue.SimpleQueue[tuple[T | None, str | Exception | None]]") -> None:
+    """Takes the only call, and lets go of it before it answers."""
     try:
-        answers.put((call(), None))
+        answer: tuple[T | None, str | Exception | None] = calls.pop()(), None
     except RuntimeError as error:
-        answers.put((None, str(error).partition("\n")[0]))
+        answer = None, str(error).partition("\n")[0]
     except Exception as error:
-        answers.put((None, error))
+        answer = None, error
+    answers.put(answer)

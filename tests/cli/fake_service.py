@@ -27,6 +27,7 @@ from rollout.types import (
     WorkerId,
     trajectory_seed,
 )
+from tests.weights import WEIGHTS
 
 MAX_CONTEXT = 64
 TOKENS = 8
@@ -103,7 +104,7 @@ class FakeService:
         running = sum(len(group) for group in self._live.values())
         tokens = sum(len(one.output_ids) for group in self._live.values() for one in group)
         counters = RolloutCounters(tokens=tokens, suspensions=self._suspensions, releases=self._suspensions)
-        return ServiceStats(phases={Phase.DECODING: running}, counters=counters)
+        return ServiceStats(weights=WEIGHTS, phases={Phase.DECODING: running}, counters=counters)
 
     def _trajectory(
         self, group: GroupId, index: int, prompt_ids: tuple[int, ...], metadata: dict[str, Any]

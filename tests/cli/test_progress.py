@@ -7,8 +7,10 @@ from rich.console import Console
 from rollout.cli.progress import Progress
 from rollout.metrics import RolloutCounters, ServiceStats
 from rollout.types import Phase
+from tests.weights import WEIGHTS
 
 STATS = ServiceStats(
+    weights=WEIGHTS,
     phases={Phase.DECODING: 3, Phase.RESTORING: 1, Phase.QUEUED: 4, Phase.SUSPENDING: 1, Phase.FINISHED: 9},
     counters=RolloutCounters(tokens=120, suspensions=7),
 )
@@ -30,7 +32,7 @@ def test_a_log_gets_plain_lines_at_a_low_rate() -> None:
 def test_nothing_is_logged_before_the_first_token() -> None:
     log = io.StringIO()
     with Progress(Console(file=log), title="roll out", total=16) as progress:
-        progress.update(ServiceStats(phases={}, counters=RolloutCounters()), 0)
+        progress.update(ServiceStats(weights=WEIGHTS, phases={}, counters=RolloutCounters()), 0)
     assert log.getvalue() == ""
 
 
@@ -53,5 +55,5 @@ def test_the_rate_is_that_of_the_last_updates() -> None:
     with Progress(Console(file=log), title="run", total=1, clock=lambda: now[0]) as progress:
         for tokens in range(0, 4000, 100):
             now[0] += 2.0
-            progress.update(ServiceStats(phases={}, counters=RolloutCounters(tokens=tokens)), 0)
+            progress.update(ServiceStats(weights=WEIGHTS, phases={}, counters=RolloutCounters(tokens=tokens)), 0)
     assert "3600 tokens, 50.0 tokens/s" in log.getvalue().splitlines()[-1]

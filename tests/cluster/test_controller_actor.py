@@ -35,6 +35,7 @@ from rollout.types import (
     Wait,
     WorkerId,
 )
+from tests.weights import written
 
 NODE, WORKER, ANN = NodeId("node"), WorkerId("worker-0"), TrajectoryId("ann/0")
 
@@ -167,9 +168,9 @@ class Scene:
         """It sampled a token and was parked; its export was ordered."""
         orders = len(self.pool.answers)
         self.worker.tell(
-            self.event(Admitted, cached_tokens=0, restored_tokens=0, recomputed_tokens=0),
+            self.event(Admitted, cached_tokens=0, restored_tokens=0, recomputed_tokens=0, written=written(0)),
             self.event(Sampled, offset=0, columns=Columns([7], [-1.0], [Version(0)])),
-            self.event(Parked, kv_tokens=20, prompt_pages=1, page_keys=(b"page",)),
+            self.event(Parked, kv_tokens=20, prompt_pages=1, page_keys=(b"page",), written=written(20)),
         )
         await until(lambda: len(self.pool.answers) == orders + 1)
 
@@ -179,7 +180,7 @@ class Scene:
 
 def image() -> Image:
     runs = (SegmentRun(node=NODE, segment=SegmentId("s1"), first=0, pages=2),)
-    return Image(runs=runs, kv_tokens=20)
+    return Image(runs=runs, kv_tokens=20, written=written(20))
 
 
 async def until(done: Callable[[], bool]) -> None:
@@ -312,9 +313,9 @@ def test_an_export_that_failed_is_told_with_what_it_displaced(kv_model: Path, ki
         assert [told[1].wait for told in here.pool.expect.calls] == [Wait.QUEUED, Wait.STARTING]
         ticket = asyncio.ensure_future(here.actor.abort(None, Keep.POOL, Then.HOLD, 120.0))
         here.worker.tell(
-            here.event(Admitted, cached_tokens=0, restored_tokens=20, recomputed_tokens=0),
+            here.event(Admitted, cached_tokens=0, restored_tokens=20, recomputed_tokens=0, written=written(20)),
             here.event(Sampled, offset=1, columns=Columns([7, 8], [-1.0, -1.0], [Version(0)] * 2)),
-            here.event(Parked, kv_tokens=22, prompt_pages=1, page_keys=(b"page",)),
+            here.event(Parked, kv_tokens=22, prompt_pages=1, page_keys=(b"page",), written=written(22)),
         )
         await until(lambda: len(here.pool.answers) == 2)
         lost = Displaced(trajectory_id=ANN, segments=frozenset({SegmentId("s1")}))

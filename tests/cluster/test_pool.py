@@ -27,6 +27,7 @@ from tests.cluster.pool_scene import (
     stored,
     until,
 )
+from tests.weights import written
 
 
 def test_an_image_covers_every_token_prompt_and_tail_included() -> None:
@@ -135,7 +136,9 @@ def test_a_second_suspension_sends_only_what_is_new() -> None:
 def test_pages_that_another_node_holds_are_not_sent_again() -> None:
     async def scene() -> None:
         pool, worker = make_pool(), FakeWorker()
-        base = Image(runs=(SegmentRun(node=THERE, segment=SegmentId("far"), first=3, pages=2),), kv_tokens=6)
+        base = Image(
+            runs=(SegmentRun(node=THERE, segment=SegmentId("far"), first=3, pages=2),), kv_tokens=6, written=written(6)
+        )
         image, _ = await stored(pool, worker, worker.parked("ann", "pppp", "ooooo", base=base))
         assert worker.sent == [("ann", 1, 3)]
         assert image.runs[0] == SegmentRun(node=THERE, segment=SegmentId("far"), first=3, pages=1)

@@ -25,6 +25,7 @@ from rollout.kv.restore import Segment
 from rollout.metrics import PoolStats
 from rollout.types import Image, NodeId, SegmentId, SegmentRun, TrajectoryId, Turn, Wait, WorkerId
 from tests.cluster.scene import eventually, inside
+from tests.weights import written
 
 PAGE_TOKENS, TOKEN_BYTES = 4, 64 << 10
 PAGE_BYTES = PAGE_TOKENS * TOKEN_BYTES
@@ -61,7 +62,9 @@ class Site:
             kv_tokens=pages * PAGE_TOKENS,
             prompt_pages=0,
             page_keys=tuple(f"{who} {page}".encode() for page in range(pages)),
-            base=Image(runs=(base,), kv_tokens=first * PAGE_TOKENS) if first else None,
+            base=Image(runs=(base,), kv_tokens=first * PAGE_TOKENS, written=written(first * PAGE_TOKENS))
+            if first
+            else None,
             turn=Turn(Wait.QUEUED, 0),
             release=False,
         )

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from rollout.config import AbortConfig, GroupsConfig, ResumeConfig
+from rollout.config import AbortConfig, GroupsConfig, ResumeConfig, WeightsConfig
 from rollout.control.aborts import AbortTicket
 from rollout.control.commands import Command, Expect, Export, KeepThere, Recall, Release, Retain, Start, Stop
 from rollout.control.controller import Controller
@@ -50,6 +50,7 @@ from rollout.types import (
     Version,
     WorkerId,
 )
+from tests.weights import WEIGHTS, written
 
 W1, W2, W3 = WorkerId("w1"), WorkerId("w2"), WorkerId("w3")
 NODES = {W1: NodeId("n1"), W2: NodeId("n2"), W3: NodeId("n2")}
@@ -82,12 +83,17 @@ def submission(
 def image(kv_tokens: int, *segments: str, node: str = "n1") -> Image:
     """An image of one page a segment."""
     runs = tuple(SegmentRun(node=NodeId(node), segment=SegmentId(name), first=0, pages=1) for name in segments)
-    return Image(runs=runs, kv_tokens=kv_tokens)
+    return Image(runs=runs, kv_tokens=kv_tokens, written=written(kv_tokens))
 
 
 def admitted(t: TrajectoryId = T, epoch: int = 1, *, cached: int = 0, restored: int = 0, again: int = 0) -> Admitted:
     return Admitted(
-        trajectory_id=t, epoch=epoch, cached_tokens=cached, restored_tokens=restored, recomputed_tokens=again
+        trajectory_id=t,
+        epoch=epoch,
+        cached_tokens=cached,
+        restored_tokens=restored,
+        recomputed_tokens=again,
+        written=written(cached + restored),
     )
 
 
@@ -102,6 +108,7 @@ def parked(t: TrajectoryId = T, epoch: int = 1, *, kv: int, reason: AbortReason 
         kv_tokens=kv,
         prompt_pages=1,
         page_keys=tuple(bytes([i]) for i in range(kv // 4)),
+        written=written(kv),
         reason=reason,
     )
 
@@ -109,7 +116,12 @@ def parked(t: TrajectoryId = T, epoch: int = 1, *, kv: int, reason: AbortReason 
 def recalled(t: TrajectoryId = T, epoch: int = 1, *, kv: int) -> Recalled:
     told = parked(t, epoch, kv=kv)
     return Recalled(
-        trajectory_id=t, epoch=epoch, kv_tokens=kv, prompt_pages=told.prompt_pages, page_keys=told.page_keys
+        trajectory_id=t,
+        epoch=epoch,
+        kv_tokens=kv,
+        prompt_pages=told.prompt_pages,
+        page_keys=told.page_keys,
+        written=told.written,
     )
 
 
@@ -195,9 +207,11 @@ class Scene:
         self.controller = Controller(
             workers=size or len(workers),
             max_context=CONTEXT,
+            weights=WEIGHTS,
             abort=AbortConfig.model_validate({"keep": str(keep), "policies": (*sliced, *policies)}),
             resume=resume or ResumeConfig(prefer="other" if prefer_other else "cheapest"),
             groups=groups or GroupsConfig(),
+            versions=WeightsConfig(),
         )
         self.now = 0.0
         self.calls = itertools.count(1)

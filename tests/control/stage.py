@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rollout.config import AbortConfig, GroupsConfig, ResumeConfig
+from rollout.config import AbortConfig, GroupsConfig, ResumeConfig, WeightsConfig
 from rollout.control.aborts import AbortTicket
 from rollout.control.collection import Collection
 from rollout.control.commands import Command, Expect, Export, KeepThere, Recall, Start, Stop
@@ -57,6 +57,7 @@ from rollout.types import (
     Version,
     WorkerId,
 )
+from tests.weights import WEIGHTS, loaded, written
 
 W1, W2, W3 = WorkerId("w1"), WorkerId("w2"), WorkerId("w3")
 NODES = {W1: NodeId("n1"), W2: NodeId("n2"), W3: NodeId("n2")}
@@ -121,14 +122,17 @@ class Stage:
         context: int = CONTEXT,
         resume: Mapping[str, Any] | None = None,
         groups: Mapping[str, Any] | None = None,
+        weights: Mapping[str, Any] | None = None,
     ) -> None:
-        """`policies`, `resume` and `groups` as in a configuration."""
+        """`policies`, `resume`, `groups` and `weights` as in a configuration."""
         self.controller = Controller(
             workers=size or len(workers),
             max_context=context,
+            weights=WEIGHTS,
             abort=AbortConfig.model_validate({"keep": keep, "policies": tuple(policies)}),
             resume=ResumeConfig.model_validate(resume or {}),
             groups=GroupsConfig.model_validate(groups or {}),
+            versions=WeightsConfig.model_validate(weights or {}),
         )
         self.now = 0.0
         self.commands: list[Command] = []
@@ -175,7 +179,7 @@ class Stage:
         return self.handle(PoolRoom(node=NODES[worker], free_bytes=free, budget_bytes=budget))
 
     def live(self, version: int) -> list[Command]:
-        return self.handle(WeightsLive(version=Version(version)))
+        return self.handle(WeightsLive(weights=loaded(version)))
 
     # Of one trajectory, by the worker that runs it, or ran it last --------------------------------------
 
@@ -188,7 +192,13 @@ class Stage:
         """With KV from these places; what else it had once is computed again."""
         again = max(0, self.record(t).kv_tokens - cached - loaded - restored)
         return self.tell(
-            t, Admitted, cached_tokens=cached, loaded_tokens=loaded, restored_tokens=restored, recomputed_tokens=again
+            t,
+            Admitted,
+            cached_tokens=cached,
+            loaded_tokens=loaded,
+            restored_tokens=restored,
+            recomputed_tokens=again,
+            written=written(cached + loaded + restored, self.controller.weights),
         )
 
     def sample(self, t: TrajectoryId, count: int = 1, *, version: int = 0) -> list[Command]:
@@ -216,7 +226,8 @@ class Stage:
     def _left(self, t: TrajectoryId, kv: int | None = None) -> dict[str, Any]:
         record = self.find(t)
         tokens = max(0, record.tokens - 1) if kv is None and record is not None else kv or 0
-        return {"kv_tokens": tokens, "prompt_pages": 1, "page_keys": ()}
+        by = self.controller.weights
+        return {"kv_tokens": tokens, "prompt_pages": 1, "page_keys": (), "written": written(tokens, by)}
 
     def answer_all(self, *, sent: int = 0, seconds: float = 0.0, pool_is_full: bool = False) -> None:
         """Workers and pools do what they were told, until nothing is left to do."""
@@ -245,7 +256,7 @@ class Stage:
     def exported(self, order: Export, *, sent: int = 0, seconds: float = 0.0) -> Exported:
         segment = SegmentId(f"{order.trajectory_id} {order.epoch}")
         run = SegmentRun(node=order.node, segment=segment, first=0, pages=1)
-        image = Image(runs=(run,), kv_tokens=order.kv_tokens)
+        image = Image(runs=(run,), kv_tokens=order.kv_tokens, written=order.written)
         return Exported(
             trajectory_id=order.trajectory_id, epoch=order.epoch, image=image, sent_bytes=sent, seconds=seconds
         )

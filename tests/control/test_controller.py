@@ -13,6 +13,7 @@ from rollout.types import (
     FinishReason,
     Image,
     Keep,
+    KVSpan,
     Phase,
     Resume,
     SamplingParams,
@@ -20,6 +21,7 @@ from rollout.types import (
     Trajectory,
     TrajectoryId,
     Turn,
+    Version,
     Wait,
 )
 from tests.control.scene import (
@@ -55,6 +57,7 @@ from tests.control.scene import (
     suspended,
     suspending,
 )
+from tests.weights import written
 
 # A whole life -------------------------------------------------------------------------------------
 
@@ -96,6 +99,7 @@ def test_a_whole_life_with_one_slice_on_each_worker() -> None:
             kv_tokens=7,
             prompt_pages=1,
             page_keys=slice_over.page_keys,
+            written=slice_over.written,
             base=None,
             turn=Turn(Wait.QUEUED, 0),
             release=True,
@@ -145,6 +149,7 @@ def test_a_whole_life_with_one_slice_on_each_worker() -> None:
             output_ids=tuple(range(100, 108)),
             logprobs=tuple(-i / 8 for i in range(8)),
             versions=delivery.trajectories[0].versions,
+            kv_spans=(KVSpan(first=5, stop=13, kv=((0, 5, Version(0)),)),),
             finish_reason=FinishReason.LENGTH,
             suspensions=1,
             workers=(W1, W2),
@@ -185,7 +190,7 @@ def test_an_image_on_two_nodes_is_retained_on_both_and_dropped_from_both() -> No
     scene.abort()
     scene.report(W1, parked(epoch=2, kv=9))
     there = image(9, "c", node="n2").runs
-    commands = scene.handle(exported(Image(runs=image(7, "a").runs + there, kv_tokens=9), epoch=2))
+    commands = scene.handle(exported(Image(runs=image(7, "a").runs + there, kv_tokens=9, written=written(9)), epoch=2))
     assert commands == [release(epoch=2), retain("a"), retain("c", node="n2")]
     assert scene.abort(then=Then.FINISH) == [retain(), retain(node="n2")]
 

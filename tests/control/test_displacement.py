@@ -31,6 +31,7 @@ from tests.control.scene import (
     suspended,
     suspending,
 )
+from tests.weights import written
 
 HERE, THERE = NodeId("n1"), NodeId("n2")
 
@@ -139,7 +140,7 @@ def on_two_nodes() -> Scene:
     scene.abort()
     scene.report(W2, parked(epoch=3, kv=9))
     runs = image(7, "a").runs + image(9, "c", node="n2").runs
-    scene.handle(exported(Image(runs=runs, kv_tokens=9), epoch=3))
+    scene.handle(exported(Image(runs=runs, kv_tokens=9, written=written(9)), epoch=3))
     return scene
 
 
@@ -213,7 +214,7 @@ def test_an_export_that_builds_on_what_is_displaced_meanwhile_stores_nothing_of_
     scene.report(W2, parked(epoch=3, kv=9))
     scene.handle(export_failed(U, 9, displaced=[displaced(T, "a")]))
     runs = image(7, "a").runs + image(9, "c", node="n2").runs
-    commands = scene.handle(exported(Image(runs=runs, kv_tokens=9), epoch=3))
+    commands = scene.handle(exported(Image(runs=runs, kv_tokens=9, written=written(9)), epoch=3))
     assert commands == [release(W2, epoch=3), retain(), retain(node="n2")]
     assert scene.record().pooled.image is None
     assert scene.phase() is Phase.SUSPENDED

@@ -141,7 +141,7 @@ def test_weights_are_expected_to_change_when_the_last_interval_has_passed_again(
 
 def test_the_interval_between_updates_is_a_moving_average() -> None:
     stage = Stage(W1)
-    for version, seconds in enumerate((0.0, 10.0, 20.0)):
+    for version, seconds in enumerate((0.0, 10.0, 20.0), start=1):
         stage.wait(seconds)
         stage.live(version)
     assert experience(stage).same_weights(10.0 + WEIGHT * 10.0 - 0.01, stage.now) == 1.0

@@ -15,6 +15,7 @@ from rollout.control.records import Batch, Group, Record
 from rollout.control.routing import most_room
 from rollout.types import Keep, NodeId, Priority, TrajectoryId, WorkerId
 from tests.control.scene import W1, W2, W3, submission
+from tests.weights import written
 
 
 def make_fleet(
@@ -49,7 +50,7 @@ def make_record(
         seed=0,
         pooled=Pooled(trajectory_id),
         workers=[*workers],
-        home=Home(worker=home, epoch=1, where=Keep.HOST, kv_tokens=4) if home is not None else None,
+        home=Home(worker=home, epoch=1, where=Keep.HOST, kv_tokens=4, written=written(4)) if home is not None else None,
     )
 
 

@@ -8,6 +8,7 @@ from rollout.control.submission import Submission
 from rollout.errors import DuplicateKeyError
 from rollout.types import FinishReason, GroupId, Phase, TrajectoryId, Version
 from tests.control.scene import columns, submission
+from tests.weights import VERSIONS
 
 
 def add(groups: Groups, submission: Submission, now: float = 0.0) -> list[Record]:
@@ -27,7 +28,7 @@ def delivered(groups: Groups, count: int = 99) -> list[str]:
 
 
 def test_a_group_has_a_record_for_every_seed_in_submission_order() -> None:
-    groups = Groups()
+    groups = Groups(VERSIONS)
     first, second = add(groups, submission("a", n=2), now=3.0), add(groups, submission("b"), now=4.0)
     assert [record.trajectory_id for record in (*first, *second)] == ["a/0", "a/1", "b/0"]
     assert [record.order for record in (*first, *second)] == [0, 1, 2]
@@ -39,7 +40,7 @@ def test_a_group_has_a_record_for_every_seed_in_submission_order() -> None:
 
 
 def test_a_group_is_complete_when_its_last_member_is_over() -> None:
-    groups = Groups()
+    groups = Groups(VERSIONS)
     first, second, third = add(groups, submission(n=3))
     end(groups, second, third)
     assert (groups.complete, groups.take(1, "call")) == (0, [])
@@ -50,7 +51,7 @@ def test_a_group_is_complete_when_its_last_member_is_over() -> None:
 
 
 def test_groups_are_taken_in_the_order_they_were_completed() -> None:
-    groups = Groups()
+    groups = Groups(VERSIONS)
     members = {name: add(groups, submission(name)) for name in "abc"}
     for name in "cab":
         end(groups, *members[name])
@@ -61,7 +62,7 @@ def test_groups_are_taken_in_the_order_they_were_completed() -> None:
 
 
 def test_what_was_taken_is_forgotten_and_nothing_else() -> None:
-    groups = Groups()
+    groups = Groups(VERSIONS)
     end(groups, *add(groups, submission("job-1")))
     (other,) = add(groups, submission("job-10"))
     assert delivered(groups) == ["job-1"]
@@ -70,7 +71,7 @@ def test_what_was_taken_is_forgotten_and_nothing_else() -> None:
 
 
 def test_a_key_is_in_use_until_its_group_was_handed_out() -> None:
-    groups = Groups()
+    groups = Groups(VERSIONS)
     (record,) = add(groups, submission("a"))
     other = submission("a", n=2)
     with pytest.raises(DuplicateKeyError, match="'a'"):
@@ -85,7 +86,7 @@ def test_a_key_is_in_use_until_its_group_was_handed_out() -> None:
 
 
 def test_a_snapshot_says_all_and_does_not_change_afterwards() -> None:
-    (record,) = add(Groups(), submission(budget=4), now=1.0)
+    (record,) = add(Groups(VERSIONS), submission(budget=4), now=1.0)
     record.columns.extend(columns(0, 2))
     before = record.snapshot()
     record.columns.append(7, -1.0, Version(3))
@@ -98,7 +99,7 @@ def test_a_snapshot_says_all_and_does_not_change_afterwards() -> None:
 
 
 def test_ids_of_trajectories_and_groups_are_resolved_each_once() -> None:
-    groups = Groups()
+    groups = Groups(VERSIONS)
     first, second = add(groups, submission("job-1", n=2))
     (other,) = add(groups, submission("job-10"))
     assert groups.resolve(None) == ([first, second, other], ())
@@ -110,7 +111,7 @@ def test_ids_of_trajectories_and_groups_are_resolved_each_once() -> None:
 
 
 def test_groups_are_coming_until_they_are_taken() -> None:
-    groups = Groups()
+    groups = Groups(VERSIONS)
     for name in "ab":
         end(groups, *add(groups, submission(name)))
     assert (groups.coming, groups.complete) == (2, 2)
@@ -119,7 +120,7 @@ def test_groups_are_coming_until_they_are_taken() -> None:
 
 
 def test_held_members_are_counted_once_for_their_group() -> None:
-    groups = Groups()
+    groups = Groups(VERSIONS)
     first, second = add(groups, submission("a", n=2))
     add(groups, submission("b"))
     for record in (first, first, second):
@@ -133,7 +134,7 @@ def test_held_members_are_counted_once_for_their_group() -> None:
 
 
 def test_looking_for_what_is_new_adds_nothing() -> None:
-    groups = Groups()
+    groups = Groups(VERSIONS)
     a, b = submission("a"), submission("b")
     add(groups, a)
     assert groups.check([a, b]) == [b]

@@ -10,6 +10,7 @@ from rollout.control.messages import Parked, WorkerFacts
 from rollout.metrics import Choice, Decision, ServiceStats
 from rollout.types import AbortReason, Keep, Then, TrajectoryId
 from tests.control.stage import W1, W2, Stage, facts, member, pace
+from tests.weights import WEIGHTS, written
 
 A = member("a")
 FAST = facts(save=pace(0.001), load=pace(0.001), restore=pace(0.01))
@@ -149,7 +150,7 @@ def test_a_pool_that_was_measured_slow_is_used_no_more() -> None:
 def test_facts_of_the_report_that_tells_of_the_park_count() -> None:
     stage = stage_with(FAST)
     stage.abort(A)
-    parked = Parked(trajectory_id=A, epoch=1, kv_tokens=103, prompt_pages=1, page_keys=())
+    parked = Parked(trajectory_id=A, epoch=1, kv_tokens=103, prompt_pages=1, page_keys=(), written=written(103))
     assert where(stage.report(W1, parked, facts=FULL)) is Keep.HOST
 
 
@@ -266,7 +267,7 @@ def test_a_place_that_costs_more_than_twice_as_much_is_never_tried() -> None:
 
 
 def ratio(stage: Stage) -> float | None:
-    return ServiceStats(phases={}, counters=stage.controller.counters).useful_reload_ratio
+    return ServiceStats(weights=WEIGHTS, phases={}, counters=stage.controller.counters).useful_reload_ratio
 
 
 def test_where_nothing_was_written_there_is_no_ratio() -> None:

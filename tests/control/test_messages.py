@@ -6,6 +6,7 @@ import pytest
 
 from rollout.control.messages import Admitted, Finished, Preempted, Sampled, WorkerEvent, merge_sampled
 from rollout.types import Columns, FinishReason, TrajectoryId, Version
+from tests.weights import written
 
 WHO = {"trajectory_id": TrajectoryId("a/0"), "epoch": 3}
 
@@ -15,7 +16,7 @@ WHO = {"trajectory_id": TrajectoryId("a/0"), "epoch": 3}
     [
         Sampled(offset=7, columns=Columns([5, 6], [-1.0, -0.5], [Version(1), Version(2)]), **WHO),
         Sampled(offset=0, columns=Columns(), **WHO),
-        Admitted(cached_tokens=1, restored_tokens=2, recomputed_tokens=3, **WHO),
+        Admitted(cached_tokens=1, restored_tokens=2, recomputed_tokens=3, written=written(3), **WHO),
         Finished(reason=FinishReason.STOP, **WHO),
     ],
 )

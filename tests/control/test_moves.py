@@ -39,6 +39,7 @@ from tests.control.scene import (
     suspended,
     suspending,
 )
+from tests.weights import written
 
 HERE = NodeId("n1")
 ON_WORKER = pytest.mark.parametrize("where", [Keep.DEVICE, Keep.HOST])
@@ -537,14 +538,18 @@ def test_an_export_is_not_cost_what_it_builds_on_by_a_displacement_on_another_no
         scene.report(W2, admitted(epoch=2, restored=7), sampled(epoch=2, offset=3))
         scene.abort()
         scene.report(W2, parked(epoch=2, kv=8))
-        scene.handle(exported(Image(runs=image(7, "a").runs + image(8, "c", node="n2").runs, kv_tokens=8), epoch=2))
+        scene.handle(
+            exported(
+                Image(runs=image(7, "a").runs + image(8, "c", node="n2").runs, kv_tokens=8, written=written(8)), epoch=2
+            )
+        )
         scene.resume()
         scene.report(W2, admitted(epoch=3, restored=8), sampled(epoch=3, offset=4))
         scene.abort()
         scene.report(W2, parked(epoch=3, kv=9))
         assert scene.handle(export_failed(U, 9, displaced=[displaced(T, "c")])) == []
         assert scene.record().pooled.image is None
-        made = Image(runs=image(7, "a").runs + image(9, "d", node="n2").runs, kv_tokens=9)
+        made = Image(runs=image(7, "a").runs + image(9, "d", node="n2").runs, kv_tokens=9, written=written(9))
         commands = scene.handle(exported(made, epoch=3) if answer else export_failed(epoch=3))
         kept = [retain("a"), retain("d", node="n2")] if answer else [retain(), retain(node="n2")]
         assert commands == [release(W2, epoch=3), *kept]

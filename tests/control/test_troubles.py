@@ -29,6 +29,7 @@ from tests.control.scene import (
     starts,
     suspending,
 )
+from tests.weights import written
 
 # Damaged segments ---------------------------------------------------------------------------------
 
@@ -50,7 +51,7 @@ def test_a_segment_on_another_node_is_dropped_there_and_all_nodes_let_go() -> No
     scene.abort()
     scene.report(W1, parked(epoch=2, kv=9))
     runs = image(7, "a").runs + image(9, "c", node="n2").runs
-    scene.handle(exported(Image(runs=runs, kv_tokens=9), epoch=2))
+    scene.handle(exported(Image(runs=runs, kv_tokens=9, written=written(9)), epoch=2))
     scene.resume()
     commands = scene.report(W1, restore_failed(epoch=3, segment="c", node="n2"))
     assert commands == [retain(), retain(node="n2"), Drop(node=NODES[W2], segment=SegmentId("c"))]

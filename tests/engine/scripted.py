@@ -12,6 +12,7 @@ from rollout.control.messages import Parked, Sampled, WorkerEvent
 from rollout.engine.engine import Engine
 from rollout.engine.images import Images
 from rollout.engine.interface import Draw
+from rollout.engine.live import LiveWeights
 from rollout.engine.rates import Rates
 from rollout.engine.scheduler import Limits, Plan, Scheduler
 from rollout.kv.cache import KVCache
@@ -21,7 +22,8 @@ from rollout.kv.fence import Fence, Passed
 from rollout.kv.keys import Fingerprint, root_key
 from rollout.kv.restore import Restored
 from rollout.kv.tiers import Copy
-from rollout.types import Columns, Image, SamplingParams, SequenceKey, TrajectoryId, Version
+from rollout.types import Columns, Image, SamplingParams, SequenceKey, TrajectoryId
+from tests.weights import WEIGHTS
 
 PAGE_TOKENS = 4
 TOKEN_BYTES = 10
@@ -148,7 +150,8 @@ class Scripted:
         self.events: list[WorkerEvent] = []
         self._audited = audited
         cache = KVCache(pages, PAGE_TOKENS, host_pages=host_pages, write=write or NoWrites(kind="none"))
-        images = Images(cache, tail_hold_s=60.0)
+        live = LiveWeights(WEIGHTS)
+        images = Images(cache, live, tail_hold_s=60.0)
         rates = Rates(TOKEN_BYTES, None)
         limits = Limits(
             max_running=max_running,
@@ -160,7 +163,7 @@ class Scripted:
         self.cache = cache
         self.engine = Engine(
             runner=self.runner,
-            scheduler=Scheduler(cache, images, rates, limits),
+            scheduler=Scheduler(cache, images, rates, live, limits),
             cache=cache,
             images=images,
             copier=self.copier,
@@ -171,8 +174,7 @@ class Scripted:
             eos_ids=(EOS_ID,),
             max_context=pages * PAGE_TOKENS,
             replays=False,
-            weights_id="weights",
-            version=Version(0),
+            live=live,
             clock=lambda: self.now,
         )
 

@@ -9,6 +9,7 @@ from rollout.engine.rates import Rates
 from rollout.kv.tiers import Tier
 from rollout.types import Columns, Image, Keep, NodeId, SegmentId, SegmentRun, Version
 from tests.engine.scripted import PAGE_TOKENS, TOKEN_BYTES, Scripted
+from tests.weights import written
 
 PREFILL_S = (1e-3, 2e-3)
 """Of a token: before position 64, and from there on."""
@@ -129,7 +130,7 @@ def test_restores_and_loads_take_from_admission_until_it_can_run(source: str) ->
 
 def image(tokens: int) -> Image:
     run = SegmentRun(node=NodeId("n"), segment=SegmentId("s"), first=0, pages=-(-tokens // PAGE_TOKENS))
-    return Image(runs=(run,), kv_tokens=tokens)
+    return Image(runs=(run,), kv_tokens=tokens, written=written(tokens))
 
 
 def restored(scripted: Scripted, prompt: range, seconds: float) -> Admitted:

@@ -8,6 +8,7 @@ from rollout.config import WriteThrough
 from rollout.control.messages import Admitted, Parked, Preempted, Sampled
 from rollout.types import AbortReason, Columns, Image, Keep, NodeId, SegmentId, SegmentRun, TrajectoryId, Version
 from tests.engine.scripted import PAGE_TOKENS, Scripted, count_up
+from tests.weights import written
 
 PAGES = 40
 SPARE = 4
@@ -97,7 +98,7 @@ def test_one_that_is_being_restored_is_not_the_youngest() -> None:
         scripted.submit(name, (5,) * 20, max_new_tokens=60)
     scripted.step()
     run = SegmentRun(node=NodeId("n"), segment=SegmentId("s"), first=0, pages=4)
-    scripted.submit("c", (6,) * 16, image=Image(runs=(run,), kv_tokens=15))
+    scripted.submit("c", (6,) * 16, image=Image(runs=(run,), kv_tokens=15, written=written(15)))
     parked = step_until_parked(scripted)
     assert parked.trajectory_id == "b"
 

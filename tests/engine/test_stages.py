@@ -13,6 +13,7 @@ from rollout.control.messages import Admitted, Finished, Freed, Moved, Parked, R
 from rollout.engine.sequence import Sequence
 from rollout.types import Columns, Image, Keep, NodeId, SegmentId, SegmentRun, TrajectoryId, Version
 from tests.engine.scripted import PAGE_TOKENS, Scripted, count_up
+from tests.weights import written
 
 CHUNK = 16
 PROMPT = tuple(range(4 * CHUNK + 5))
@@ -21,7 +22,11 @@ PROMPT = tuple(range(4 * CHUNK + 5))
 
 def image(tokens: int) -> Image:
     pages = -(-tokens // PAGE_TOKENS)
-    return Image(runs=(SegmentRun(node=NodeId("n"), segment=SegmentId("s"), first=0, pages=pages),), kv_tokens=tokens)
+    return Image(
+        runs=(SegmentRun(node=NodeId("n"), segment=SegmentId("s"), first=0, pages=pages),),
+        kv_tokens=tokens,
+        written=written(tokens),
+    )
 
 
 def known(count: int) -> Columns:

@@ -13,10 +13,11 @@ from rollout.control.commands import Assignment, Watch
 from rollout.control.messages import Admitted, Finished, Parked, Sampled, WorkerEvent
 from rollout.engine.assembly import Assembled, assemble
 from rollout.model.spec import read_spec
-from rollout.types import AbortReason, Columns, FinishReason, Image, Keep, SamplingParams, TrajectoryId, Version
+from rollout.types import AbortReason, Columns, FinishReason, Image, Keep, SamplingParams, TrajectoryId
 from tests.engine.test_parity import prompts
 from tests.local_service import LocalPool
 from tests.tiny_models import make_tiny_llama, make_tiny_qwen2
+from tests.weights import WEIGHTS
 
 NAME = TrajectoryId("t")
 TURN_TOKENS = 9
@@ -52,8 +53,7 @@ class Conversation:
                 reader=self.pool,
                 restore_timeout_s=60.0,
                 wake=lambda: None,
-                weights_id="weights",
-                version=Version(0),
+                weights=WEIGHTS,
             )
         )
 
@@ -116,7 +116,7 @@ class Conversation:
 
 def _pages(worker: Assembled, key: tuple[TrajectoryId, int], parked: Parked) -> tuple[Any, ...]:
     pages, fence = worker.engine.sources(key)
-    return pages, parked.kv_tokens, fence
+    return pages, parked.kv_tokens, fence, parked.written
 
 
 @pytest.fixture(scope="module")

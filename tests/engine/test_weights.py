@@ -1,15 +1,10 @@
-"""Case D1: under new weights nothing that old ones computed is found, in the tree, on the host or by name in a pool.
+"""Case D1: under new weights nothing that old ones computed is found, in the tree, on the host or by name in a pool."""
 
-Weights are replaced by hand here, as `update_weights` will do it.
-"""
-
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from rollout.control.messages import Parked
-from rollout.model.weights import load_weights, stream_safetensors
 from rollout.types import Keep, SamplingParams, Trajectory, TrajectoryId
 from tests.engine.test_parity import prompts
 from tests.local_service import LocalService
@@ -18,13 +13,6 @@ from tests.tiny_models import make_tiny_llama
 PARAMS = SamplingParams(temperature=0.0, max_new_tokens=20, ignore_eos=True)
 (PROMPT,) = prompts(1, lengths=(70,))
 HOST = {"bytes": 1 << 20, "write": {"kind": "write_through"}, "load_back_tokens": 0}
-
-
-def update(service: LocalService, path: Path, weights_id: str) -> None:
-    for worker in service.workers.values():
-        decoder = worker.engine._runner._decoder
-        load_weights(decoder, stream_safetensors(path))
-        worker.engine._factory = replace(worker.engine._factory, weights_id=weights_id)
 
 
 def roll_out(service: LocalService, key: str) -> Trajectory:
@@ -54,7 +42,7 @@ def test_what_a_trajectory_left_under_old_weights_is_not_used(tmp_path: Path, ke
     service.step_until(lambda: len(service.record(name).columns) >= 6)
     service.abort(name, keep=keep)
     service.step_until(lambda: service.record(name).home is not None)
-    update(service, new, "new weights")
+    service.update(new, 1)
     service.resume(name)
     (resume,) = service.run(1)[name].resumes
     assert (resume.cached_tokens, resume.loaded_tokens) == (0, 0)
@@ -76,7 +64,7 @@ def test_new_weights_reuse_nothing_and_give_what_a_cold_service_gives(tmp_path: 
     cached = engine.stats.cached_tokens
     assert cached > 0
     assert engine.stats.host.tree > 0
-    update(service, new, "new weights")
+    service.update(new, 1)
     found = roll_out(service, "new")
     assert found.output_ids == expected.output_ids
     assert found.logprobs == expected.logprobs
@@ -84,7 +72,7 @@ def test_new_weights_reuse_nothing_and_give_what_a_cold_service_gives(tmp_path: 
     assert engine.stats.cached_tokens == cached
     assert not names & parked_keys(service, "new-again")
     assert engine.stats.cached_tokens > cached  # of the new ones
-    update(service, old, "old weights, loaded again")
+    service.update(old, 0)
     again = roll_out(service, "back")
     assert again.output_ids == before.output_ids
     assert again.logprobs == before.logprobs

@@ -58,7 +58,8 @@ def _check_node(node: Node, page_tokens: int) -> None:
 
 def claims_of_image(cache: KVCache, kept: Kept, ids: bytes, page_tokens: int) -> list[Claim]:
     """What an image has for sure: all of it where it is pinned or on the host, otherwise its tail."""
-    tail = [Claim(tier, page, kept.weights_id, ids) for tier, page in kept.tail.items() if tier is not kept.moving_to]
+    tails = [(tier, page) for tier, pages in kept.tail.items() for page in pages if tier is not kept.moving_to]
+    tail = [Claim(tier, page, kept.weights_id, ids) for tier, page in tails]
     whole = len(kept.key) // (page_tokens * ID_BYTES)
     assert kept.tokens // page_tokens == whole
     if kept.tier is Tier.HOST:

@@ -14,6 +14,7 @@ from rollout.kv.restore import Segment
 from rollout.kv.storage import KVStorage
 from rollout.kv.tiers import PageRef, Tier
 from rollout.types import Image, NodeId, SegmentId, SegmentRun
+from tests.weights import written
 
 PAGE = 4
 LAYERS, HEADS, HEAD_DIM = 3, 2, 8
@@ -107,4 +108,4 @@ def run(name: str, first: int, pages: int) -> SegmentRun:
 
 
 def make_image(kv_tokens: int, *runs: SegmentRun) -> Image:
-    return Image(runs=runs, kv_tokens=kv_tokens)
+    return Image(runs=runs, kv_tokens=kv_tokens, written=written(kv_tokens))

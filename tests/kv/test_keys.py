@@ -5,31 +5,37 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout.kv.keys import KEY_BYTES, Fingerprint, PageKey, PageNames, root_key
+from rollout.kv.written import Written
+from rollout.types import Version, Weights, WeightsId
 
 ROOT = root_key(Fingerprint("model"))
 PAGE = 4
 TOKENS = list(range(100, 112))
 
 
+def by(weights_id: str) -> Written:
+    return Written(Weights(WeightsId(weights_id), Version(0)))
+
+
 def keys(
     tokens: list[int], *, root: PageKey = ROOT, weights_id: str = "w", page_tokens: int = PAGE
 ) -> tuple[PageKey, ...]:
-    return PageNames(root, page_tokens=page_tokens, weights_id=weights_id).of(tokens, len(tokens) // page_tokens)
+    return PageNames(root, page_tokens=page_tokens, written=by(weights_id)).of(tokens, len(tokens) // page_tokens)
 
 
 def test_a_name_is_the_same_in_every_process() -> None:
     assert ROOT.hex() == "d4b24a65839c66d0d37c029dfbb09332"
     assert [key.hex() for key in keys(TOKENS)] == [
-        "45c6bc18d0bf48ecd9fe70342a18685e",
-        "0273acccef73c8e445a70c90a46076af",
-        "0b247f02542bfd264ab0f57dd8aaf864",
+        "6e2272af29061b5d46f45a88a2b758ef",
+        "b007a108ee43936f8d27e205fe4abb72",
+        "192456d4273d5837f5b32c7160f96e63",
     ]
 
 
 @given(st.lists(st.integers(0, 2**40), max_size=20), st.integers(0, 5))
 def test_names_of_a_prefix_are_the_prefix_of_the_names(tokens: list[int], pages: int) -> None:
     pages = min(pages, len(tokens) // PAGE)
-    names = PageNames(ROOT, page_tokens=PAGE, weights_id="w")
+    names = PageNames(ROOT, page_tokens=PAGE, written=by("w"))
     shorter = names.of(tokens[: pages * PAGE], pages)
     assert shorter == keys(tokens)[:pages]
     assert names.of(tokens, len(tokens) // PAGE) == keys(tokens)
@@ -63,7 +69,7 @@ def test_weights_model_page_size_and_position_are_part_of_the_name() -> None:
 @given(prefilled=st.integers(0, 12), other=st.integers(0, 12))
 def test_pages_with_decoded_positions_are_named_by_where_prefill_ended(prefilled: int, other: int) -> None:
     def split(at: int | None) -> tuple[PageKey, ...]:
-        return PageNames(ROOT, page_tokens=PAGE, weights_id="w", prefilled=at).of(TOKENS, 3)
+        return PageNames(ROOT, page_tokens=PAGE, written=by("w"), prefilled=at).of(TOKENS, 3)
 
     whole = prefilled // PAGE
     assert split(prefilled)[:whole] == split(None)[:whole] == keys(TOKENS)[:whole]
@@ -75,4 +81,4 @@ def test_pages_with_decoded_positions_are_named_by_where_prefill_ended(prefilled
 
 def test_more_pages_than_tokens_asserts() -> None:
     with pytest.raises(AssertionError):
-        PageNames(ROOT, page_tokens=PAGE, weights_id="w").of(TOKENS, 4)
+        PageNames(ROOT, page_tokens=PAGE, written=by("w")).of(TOKENS, 4)

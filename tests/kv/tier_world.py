@@ -84,7 +84,7 @@ class TierWorld:
         assert cache.available == available - found.evictable, "what opening costs is not what looking said"
         room = pages - found.device
         if tail is not None:
-            room -= Tier.DEVICE in tail.tail
+            room -= len(tail.tail.get(Tier.DEVICE, ()))
             cache.kept.hold_tail(tail, held=True)
         roomy = cache.load(holding, key, ready, room=room) if ready > found.device else cache.make_room(room)
         if not roomy:

@@ -27,6 +27,7 @@ from rollout.control.messages import (
 )
 from rollout.control.paces import Pace, PrefillTimes
 from rollout.types import AbortReason, Columns, FinishReason, Keep, SegmentId, SequenceKey, TrajectoryId, Version
+from tests.weights import written
 
 PAGE = 4
 FAILURE = "InvalidPromptError: it cannot be run"
@@ -244,6 +245,7 @@ class FakeWorker:
                 loaded_tokens=here if on_host else 0,
                 restored_tokens=restored,
                 recomputed_tokens=max(0, task.assignment.kv_tokens - task.kv),
+                written=written(task.kv),
             )
         )
 
@@ -285,6 +287,7 @@ class FakeWorker:
                 kv_tokens=left.kv,
                 prompt_pages=min(left.kv, left.prompt_tokens) // PAGE,
                 page_keys=tuple(f"{key[0]} {i}".encode() for i in range(left.kv // PAGE)),
+                written=written(left.kv),
                 reason=reason,
             )
         )

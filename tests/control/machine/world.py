@@ -56,6 +56,7 @@ from rollout.types import (
 )
 from tests.control.machine.books import Books
 from tests.control.machine.process import PAGE, FakeWorker, ToWorker, left_by
+from tests.weights import WEIGHTS, loaded, written
 
 CONTEXT = 48
 WORKERS = {WorkerId("w1"): NodeId("n1"), WorkerId("w2"): NodeId("n1"), WorkerId("w3"): NodeId("n2")}
@@ -101,7 +102,13 @@ class World:
         groups: GroupsConfig,
     ) -> None:
         self.controller = Controller(
-            workers=len(WORKERS), max_context=CONTEXT, abort=abort, resume=resume, groups=groups
+            workers=len(WORKERS),
+            max_context=CONTEXT,
+            weights=WEIGHTS,
+            abort=abort,
+            resume=resume,
+            groups=groups,
+            versions=WeightsConfig(),
         )
         self.policies = {policy.kind: policy for policy in abort.policies}
         self.max_resumes = resume.max_resumes
@@ -522,7 +529,7 @@ class World:
     def update(self) -> None:
         """Other weights; whoever is too stale then is stopped or was."""
         self.version = Version(self.version + 1)
-        self.handle(WeightsLive(version=self.version))
+        self.handle(WeightsLive(weights=loaded(self.version)))
         policy = self.policies.get("stale")
         for record in self.records if isinstance(policy, Stale) else ():
             if not record.over and self._is_stale(record, policy) and self._policies_stop(record, policy):
@@ -620,7 +627,7 @@ class World:
         segment = SegmentId(f"{order.node} {next(self.segments)}")
         runs.append(SegmentRun(node=order.node, segment=segment, first=0, pages=pages))
         self.held[order.node, key[0]].add(segment)
-        made = Image(runs=tuple(runs), kv_tokens=order.kv_tokens)
+        made = Image(runs=tuple(runs), kv_tokens=order.kv_tokens, written=written(order.kv_tokens))
         done = Exported(trajectory_id=key[0], epoch=key[1], image=made, sent_bytes=pages, displaced=made_room)
         self.answers.append((order_number, done))
         if order.release:
