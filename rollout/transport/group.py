@@ -71,7 +71,6 @@ def _backend(store: Any, rank: int, size: int, host: str, timeout_s: float, devi
 
         options = ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=10 * timeout_s)
-        torch.cuda.set_device(device)
         group: Any = ProcessGroupNCCL(store, rank, size, options)
         group.eager_connect_single_device(device)
         return group

@@ -2,9 +2,6 @@
 
 import errno
 import os
-import signal
-import subprocess
-import sys
 import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -19,6 +16,7 @@ from torch import Tensor
 from rollout.errors import WeightsError
 from rollout.transport import disk
 from rollout.transport.disk import DiskWeights, publish
+from tests.transport.peers import Peer, publish_half
 from tests.transport.weights import assert_same, weights
 
 BUCKET = 6000
@@ -163,21 +161,9 @@ def test_a_full_disk_leaves_the_old_weights(tmp_path: Path, monkeypatch: pytest.
 
 def test_a_killed_publisher_leaves_the_old_weights_and_the_next_one_cleans_up(tmp_path: Path) -> None:
     republish(tmp_path / "w", 0)
-    script = (
-        "import sys, pathlib\n"
-        "from rollout.transport.disk import publish\n"
-        "from tests.transport.weights import weights\n"
-        "def stuck():\n"
-        "    yield from list(weights(1).items())[:9]\n"
-        "    print('half', flush=True)\n"
-        "    sys.stdin.read()\n"
-        "publish(pathlib.Path(sys.argv[1]), stuck(), bucket_bytes=6000)\n"
-    )
-    command = [sys.executable, "-c", script, str(tmp_path / "w")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as publisher:
-        assert publisher.stdout is not None
-        assert publisher.stdout.readline() == "half\n"
-        publisher.send_signal(signal.SIGKILL)
+    publisher = Peer(publish_half, tmp_path / "w")
+    assert publisher.says() == "half"
+    publisher.kill()
     assert len(names(tmp_path)) == 2
     assert version(tmp_path / "w") == 0
     republish(tmp_path / "w", 2)
@@ -190,7 +176,7 @@ def test_a_concurrent_reader_sees_one_version_at_a_time(make_old: Callable[[Path
     path = tmp_path / "w"
     make_old(path)
     over = threading.Event()
-    seen: list[int] = []
+    seen = [version(path)]
     failures: list[BaseException] = []
 
     def look() -> None:
