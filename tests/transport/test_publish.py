@@ -13,9 +13,10 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from rollout.errors import WeightsError
-from rollout.transport import disk
+from rollout.errors import WeightsError, WeightsSourceError
+from rollout.transport import directory, disk
 from rollout.transport.disk import DiskWeights, publish
+from rollout.transport.shards import Shard
 from tests.transport.peers import Peer, publish_half
 from tests.transport.weights import assert_same, weights
 
@@ -197,6 +198,38 @@ def test_a_concurrent_reader_sees_one_version_at_a_time(make_old: Callable[[Path
     assert not failures
     assert seen == sorted(seen)
     assert version(path) == 20
+
+
+@pytest.mark.parametrize("step", range(1, 6))
+def test_weights_published_while_the_old_are_opened_are_read_instead(
+    step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps: the manifest, the index, each shard."""
+    republish(tmp_path / "w", 0)
+    real = directory.Shard
+    opened = 0
+
+    def opening(path: Path, descriptor: int) -> Shard:
+        nonlocal opened
+        opened += 1
+        if opened == step:
+            republish(tmp_path / "w", 1)
+        return real(path, descriptor)
+
+    monkeypatch.setattr(directory, "Shard", opening)
+    descriptors = os.listdir("/proc/self/fd")
+    assert version(tmp_path / "w") == 1
+    assert opened > step
+    assert os.listdir("/proc/self/fd") == descriptors
+
+
+def test_a_path_that_is_replaced_all_the_time_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    republish(tmp_path / "w", 0)
+    monkeypatch.setattr(directory, "_leads_to", lambda path, descriptor: False)
+    descriptors = os.listdir("/proc/self/fd")
+    with pytest.raises(WeightsSourceError, match="was replaced 100 times"):
+        DiskWeights(tmp_path / "w")
+    assert os.listdir("/proc/self/fd") == descriptors
 
 
 def test_a_directory_that_was_not_published_is_never_replaced(tmp_path: Path) -> None:
