@@ -21,6 +21,8 @@ from rollout.types import (
     Then,
     Trajectory,
     TrajectoryId,
+    UpdateMode,
+    UpdateReport,
 )
 
 if TYPE_CHECKING:
@@ -54,6 +56,8 @@ __all__ = [
     "Then",
     "Trajectory",
     "TrajectoryId",
+    "UpdateMode",
+    "UpdateReport",
     "connect",
     "load_config",
     "start",

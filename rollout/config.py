@@ -297,7 +297,7 @@ class ObjectStore(Section):
     """The trainer puts weights into Ray's object store, once; every worker reads them there."""
 
     kind: Literal["object_store"]
-    bucket_bytes: ByteSize = ByteSize(64 << 20)
+    bucket_bytes: ByteSize = ByteSize(32 << 20)
     """Of one object, if no tensor is bigger: what a worker has of the new weights at one time."""
 
 
@@ -311,7 +311,7 @@ class Collective(Section):
     """The trainer broadcasts weights to all workers with torch.distributed."""
 
     kind: Literal["collective"]
-    bucket_bytes: ByteSize = ByteSize(64 << 20)
+    bucket_bytes: ByteSize = ByteSize(32 << 20)
     """Of one broadcast, if no tensor is bigger; two are under way at a time."""
     staged: bool = True
     """Workers hold all of the new weights beside the old ones before any of these is touched. Without that a worker

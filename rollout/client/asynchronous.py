@@ -19,6 +19,7 @@ from rollout.client.intake import Intake
 from rollout.cluster import launch
 from rollout.cluster.calls import call
 from rollout.cluster.description import ServiceDescription
+from rollout.cluster.weights import make_parcel
 from rollout.config import Config, load_config
 from rollout.errors import DeadlineError, InvalidArgumentError, RolloutError, ServiceClosedError
 from rollout.metrics import KVCheck, ServiceStats
@@ -38,6 +39,8 @@ from rollout.types import (
     Trajectory,
     TrajectoryId,
     TurnMark,
+    UpdateMode,
+    UpdateReport,
     WorkerId,
     turn_mark,
 )
@@ -125,6 +128,8 @@ class AsyncRollout:
         multi_turn: bool = False,
         caller: str = "",
         partial: bool = False,
+        min_version: int | None = None,
+        exact_version: int | None = None,
         timeout_s: float = 0.0,
     ) -> list[GroupId]:
         """Queue `n` trajectories of each prompt; returns one group id a prompt, which is its key.
@@ -138,12 +143,14 @@ class AsyncRollout:
         `deadline_s` a trajectory is stopped as the policy `deadline` says (default: it ends with the tokens it has).
         `max_group_tokens` bounds what all samples of a prompt sample together. With `multi_turn` a stop ends a turn:
         see `next_turns` and `extend`; waits of trajectories of one `caller` are expected to be alike. With `partial`,
-        samples are handed out as they end. Beyond driver.max_outstanding it waits for up to `timeout_s`, then raises
+        samples are handed out as they end. Nothing is sampled with weights older than `min_version`, or with others
+        than `exact_version`: a trajectory waits for these, for weights.version_timeout_s at most, and ends when its
+        exact version is past. Beyond driver.max_outstanding it waits for up to `timeout_s`, then raises
         `ServiceBusyError`.
 
-        Raises `InvalidPromptError`, `PromptTooLongError`, `InvalidSamplingError`, `InvalidArgumentError` or
-        `DuplicateKeyError`, and nothing of the call is queued. Equal submissions of one key are one, so a call that
-        timed out can be repeated.
+        Raises `InvalidPromptError`, `PromptTooLongError`, `InvalidSamplingError`, `InvalidArgumentError`,
+        `UnsatisfiableVersionError` or `DuplicateKeyError`, and nothing of the call is queued. Equal submissions of one
+        key are one, so a call that timed out can be repeated.
         """
         submissions = self._intake.submissions(
             prompts,
@@ -158,6 +165,8 @@ class AsyncRollout:
             multi_turn=multi_turn,
             caller=caller,
             partial=partial,
+            min_version=min_version,
+            exact_version=exact_version,
         )
         timeout_s = _seconds(timeout_s)
         await self._call(self._controller.submit, submissions, timeout_s, timeout_s=timeout_s + CALL_S)
@@ -333,6 +342,42 @@ class AsyncRollout:
 
     async def unpause(self) -> None:
         await self._call(self._controller.unpause)
+
+    async def update_weights(
+        self,
+        source: Path | str | Mapping[str, Any] | Iterable[tuple[str, Any]],
+        version: int,
+        *,
+        mode: UpdateMode | str | None = None,
+        delta: bool = False,
+        timeout_s: float | None = None,
+    ) -> UpdateReport:
+        """Have every worker replace its weights, between two steps; what is queued starts on the new ones.
+
+        `source` is a directory of safetensors that every node can read, or tensors under their Hugging Face names, in
+        a mapping or as pairs, which are read once, in this process, and sent as weights.transport says. With `delta`
+        tensors that are not named stay as they are. `version` is the label that tokens carry; an older one than the
+        live one is a rollback, and works. `mode` is what happens to trajectories that run (default: weights.mode).
+
+        Updates are done one after the other. Raises `WeightsUpdateError`, which says what was wrong for each worker,
+        `WeightsError` for tensors that cannot be read, or `DeadlineError` after `timeout_s` (default:
+        weights.timeout_s); the old weights are live then. A worker that fails when the others have begun to replace
+        theirs is ended, and serves again when it has the new ones: `fenced` in the report.
+        """
+        weights = self._config.weights
+        chosen = _one_of(UpdateMode, "mode", mode if mode is not None else weights.mode)
+        if chosen is UpdateMode.IN_PLACE and weights.kv_reuse.kind == "same_weights":
+            raise InvalidArgumentError("mode: got in_place, which needs weights.kv_reuse: stale")
+        if not isinstance(version, int) or isinstance(version, bool) or version < 0:
+            raise InvalidArgumentError(f"version: got {version!r:.80}, allowed: an integer >= 0")
+        timeout_s = _seconds(timeout_s) if timeout_s is not None else weights.timeout_s
+        deadline = time.monotonic() + timeout_s
+        parcel = await asyncio.to_thread(make_parcel, source, weights.transport, delta=delta)
+        left_s = max(0.0, deadline - time.monotonic())
+        report: UpdateReport = await self._call(
+            self._controller.update_weights, parcel, version, chosen, left_s, delta, timeout_s=left_s + CALL_S
+        )
+        return report
 
     async def add_workers(self, count: int = 1) -> tuple[WorkerId, ...]:
         """Start more workers like the others; returns their names once they have loaded the model.

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +26,8 @@ from rollout.types import (
     SamplingParams,
     Then,
     Trajectory,
+    UpdateMode,
+    UpdateReport,
     WorkerId,
 )
 
@@ -71,6 +73,8 @@ class Rollout:
         multi_turn: bool = False,
         caller: str = "",
         partial: bool = False,
+        min_version: int | None = None,
+        exact_version: int | None = None,
         timeout_s: float = 0.0,
     ) -> list[GroupId]:
         """As `AsyncRollout.submit`."""
@@ -88,6 +92,8 @@ class Rollout:
                 multi_turn=multi_turn,
                 caller=caller,
                 partial=partial,
+                min_version=min_version,
+                exact_version=exact_version,
                 timeout_s=timeout_s,
             )
         )
@@ -142,6 +148,18 @@ class Rollout:
     def unpause(self) -> None:
         """As `AsyncRollout.unpause`."""
         self._run(self.aio.unpause())
+
+    def update_weights(
+        self,
+        source: Path | str | Mapping[str, Any] | Iterable[tuple[str, Any]],
+        version: int,
+        *,
+        mode: UpdateMode | str | None = None,
+        delta: bool = False,
+        timeout_s: float | None = None,
+    ) -> UpdateReport:
+        """As `AsyncRollout.update_weights`; `source` is read on another thread."""
+        return self._run(self.aio.update_weights(source, version, mode=mode, delta=delta, timeout_s=timeout_s))
 
     def add_workers(self, count: int = 1) -> tuple[WorkerId, ...]:
         """As `AsyncRollout.add_workers`."""

@@ -12,7 +12,7 @@ from rollout.cluster.description import ServiceDescription
 from rollout.control.submission import Submission
 from rollout.errors import InvalidArgumentError, InvalidPromptError, InvalidSamplingError, PromptTooLongError
 from rollout.text import Prompt, Tokenizer
-from rollout.types import GroupId, Priority, SamplingParams, Trajectory, trajectory_seed
+from rollout.types import GroupId, Priority, SamplingParams, Trajectory, Version, trajectory_seed
 
 KEY = re.compile(r"(?!.*/\d+$)[^\x00-\x1f\x7f]+")
 """A key may not look like a trajectory's id, which is `key/index`."""
@@ -45,6 +45,8 @@ class Intake:
         multi_turn: bool,
         caller: str,
         partial: bool,
+        min_version: int | None,
+        exact_version: int | None,
     ) -> list[Submission]:
         """One a prompt. Raises `RequestError` of some kind."""
         several = _several(prompts)
@@ -56,6 +58,11 @@ class Intake:
             raise InvalidArgumentError(f"max_group_tokens: got {max_group_tokens!r}, allowed: an integer >= 1")
         if not isinstance(caller, str):
             raise InvalidArgumentError(f"caller: got {caller!r:.80}, allowed: a string")
+        for name, version in {"min_version": min_version, "exact_version": exact_version}.items():
+            if version is not None and (not isinstance(version, int) or isinstance(version, bool)):
+                raise InvalidArgumentError(f"{name}: got {version!r:.80}, allowed: an integer")
+        if min_version is not None and exact_version is not None:
+            raise InvalidArgumentError("exact_version: got min_version, too; allowed: one of them")
         each = self._sampling(sampling, n)
         keys = [key] if isinstance(key, str) else list(key) if key is not None else None
         if keys is not None and len(keys) != len(several):
@@ -73,6 +80,8 @@ class Intake:
                 multi_turn=bool(multi_turn),
                 caller=caller,
                 partial=bool(partial),
+                min_version=Version(min_version) if min_version is not None else None,
+                exact_version=Version(exact_version) if exact_version is not None else None,
             )
             for prompt, name in zip(several, keys or itertools.islice(self._keys, len(several)), strict=True)
         ]

@@ -1,6 +1,6 @@
 """New weights on their way to the workers: what the trainer hands over, and how a worker opens it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from torch import Tensor
 
 from rollout.cluster.calls import one_line
+from rollout.config import Collective, Disk, ObjectStore
 from rollout.errors import WeightsSourceError
 from rollout.transport.buckets import pack
 from rollout.transport.disk import DiskWeights
@@ -38,6 +39,22 @@ class WeightsDirectory:
 
 Parcel = StoredWeights | WeightsDirectory
 """What an update passes on to every worker."""
+
+
+def make_parcel(source: Any, transport: ObjectStore | Disk | Collective, *, delta: bool) -> Parcel:
+    """What a trainer gave, as it goes to the workers. Raises `WeightsError` for what cannot be read."""
+    if isinstance(source, Path | str):
+        return WeightsDirectory(path=Path(source).absolute())
+    named_tensors = source.items() if isinstance(source, Mapping) else source
+    if not isinstance(named_tensors, Iterable):
+        raise WeightsSourceError(f"source: got {type(source).__name__}, allowed: a directory, or names with tensors")
+    match transport:
+        case ObjectStore():
+            return put_weights(named_tensors, int(transport.bucket_bytes), delta=delta)
+        case Disk():
+            raise WeightsSourceError("source: got tensors, allowed: a directory, as weights.transport is disk")
+        case Collective():
+            raise NotImplementedError
 
 
 def put_weights(named_tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int, *, delta: bool) -> StoredWeights:

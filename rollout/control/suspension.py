@@ -326,7 +326,8 @@ class Suspensions:
     def outdated(self, record: Record) -> list[Command]:
         """Let go of KV that weights wrote with which nothing may be gone on any more."""
         versions, commands = self._roster.versions, list[Command]()
-        if record.home is not None and not versions.may_use(record.home.written):
+        recalled = record.transfer is not None and record.transfer.kind is Transfer.Kind.RECALL  # released when told
+        if record.home is not None and not recalled and not versions.may_use(record.home.written):
             commands += self._roster.leave_home(record)
         if record.pooled.image is not None and not versions.may_use(record.pooled.image.written):
             commands += self._lose_image(record)

@@ -161,7 +161,7 @@ class Engine:
             restoring = self._admissions.get(sequence.key)
             known = restoring[0].known_tokens if restoring is not None else sequence.computed
             if in_place and self._live.may_use(sequence.written.until(known)):
-                sequence.written.change(known, weights)
+                sequence.change_weights(known, weights)
             elif restoring is not None:
                 sequence.outdated = True
             else:

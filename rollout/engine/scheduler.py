@@ -6,6 +6,7 @@ running one gives its pages up, or is parked before, where pages are to be spare
 running sequence is about to compute waits for it.
 """
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -88,6 +89,7 @@ class Scheduler:
         self._waiting: OrderedDict[Sequence, None] = OrderedDict()
         self._running: dict[Sequence, None] = {}
         """In order of admission; those restoring included."""
+        self._admissions = itertools.count()
 
     @property
     def waiting(self) -> int:
@@ -160,15 +162,17 @@ class Scheduler:
         self.requeue(sequence)
 
     def requeue(self, sequence: Sequence) -> None:
-        """A running sequence waits again, first in line and without its KV."""
+        """A running sequence waits again without its KV, first in line but for those that were admitted before it."""
         del self._running[sequence]
         self._cache.close(sequence.pages)
         sequence.holding = None
         sequence.computed = 0
         sequence.outdated = False
         sequence.status = Status.WAITING
-        self._waiting[sequence] = None
-        self._waiting.move_to_end(sequence, last=False)
+        earlier = [*itertools.takewhile(lambda other: other.admission < sequence.admission, self._waiting)]
+        for each in (sequence, *reversed(earlier)):
+            self._waiting[each] = None
+            self._waiting.move_to_end(each, last=False)
 
     def share(self, sequence: Sequence) -> None:
         """Put the whole pages that have KV into the prefix tree."""
@@ -227,6 +231,7 @@ class Scheduler:
                 break
             del self._waiting[sequence]
             self._running[sequence] = None
+            sequence.admission = next(self._admissions)
             admitted.append(admission)
         return tuple(admitted)
 

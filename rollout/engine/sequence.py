@@ -30,6 +30,7 @@ class Sequence:
 
     __slots__ = (
         "abort",
+        "admission",
         "assignment",
         "chain",
         "computed",
@@ -105,6 +106,8 @@ class Sequence:
         """A restore from the pool is under way."""
         self.kv_seen = assignment.kv_tokens
         self.status = Status.WAITING
+        self.admission = sys.maxsize
+        """When it was admitted last, as an order."""
         self.computed = 0
         self.holding: Holding | None = None
         self.abort = False
@@ -174,6 +177,12 @@ class Sequence:
         self.written = written
         self.names = self.names.written_by(written)
         self.chain = Chain()
+
+    def change_weights(self, at: int, weights: Weights) -> None:
+        """`weights` write its KV from position `at` on; if there was some before it was preempted, that is gone."""
+        self.written.change(at, weights)
+        self.names.forget(at)
+        self.chain.forget(at)
 
     def chain_values(self, start: int, end: int) -> ChainValues:
         """What a canary must find at positions [start, end)."""

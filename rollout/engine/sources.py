@@ -28,8 +28,10 @@ class Sources:
     """What the trajectory left here, if that continues these pages and has more than the pool."""
     image_tokens: int
     """Of the pool's image, as far as it goes with the rest."""
+    known_tokens: int
+    """Of all these together."""
     written: Written
-    """By which weights all that was, and what follows will be."""
+    """By which weights these were, and what follows will be."""
     page_tokens: int
 
     @property
@@ -42,6 +44,15 @@ class Sources:
         return self.stored.arriving
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _History:
+    """By which weights KV was written that a sequence may go on with, and what of it is here and in the pool."""
+
+    runs: tuple[KVRun, ...]
+    left: Kept | None
+    image_tokens: int
+
+
 def find_sources(
     sequence: Sequence, cache: KVCache, images: Images, rates: Rates, live: LiveWeights, *, unit: int
 ) -> Sources:
@@ -49,10 +60,22 @@ def find_sources(
 
     Where prefill goes on in the middle of the prompt, it does so at a multiple of `unit` tokens.
     """
+    history = _history(sequence, images, live)
+    sources = _follow(history, sequence, cache, rates, live, unit=unit)
+    if history.runs and not sources.known_tokens and not sources.arriving:  # nothing of it is left
+        return _follow(_History(runs=(), left=None, image_tokens=0), sequence, cache, rates, live, unit=unit)
+    return sources
+
+
+def _follow(
+    history: _History, sequence: Sequence, cache: KVCache, rates: Rates, live: LiveWeights, *, unit: int
+) -> Sources:
+    """What there is for a sequence that goes on from KV with this history."""
     page_tokens = cache.page_tokens
-    written, left, image_tokens = _history(sequence, images, live)
-    wanted = written.pure(sequence.reusable_end) // page_tokens
-    stored = cache.stored(written.first.weights_id, sequence.key_of(wanted * page_tokens), wanted)
+    runs, left, image_tokens = history.runs, history.left, history.image_tokens
+    wanted = Written.continued(runs, live.weights).pure(sequence.reusable_end) // page_tokens
+    root = runs[0].weights if runs else live.weights
+    stored = cache.stored(root.weights_id, sequence.key_of(wanted * page_tokens), wanted)
     found = stored.device + stored.host if sequence.loadable else stored.device
     if (
         found > stored.device
@@ -65,6 +88,7 @@ def find_sources(
         found = found * page_tokens // unit * unit // page_tokens
         here = _tail_end(left, found, page_tokens)
     device = min(stored.device, found)
+    known = max(found * page_tokens, here, image_tokens)
     return Sources(
         stored=stored,
         wanted=wanted,
@@ -72,14 +96,14 @@ def find_sources(
         host=found - device,
         tail=left if here > image_tokens else None,
         image_tokens=image_tokens,
-        written=written,
+        known_tokens=known,
+        written=Written.continued(first_tokens(runs, known), live.weights),
         page_tokens=page_tokens,
     )
 
 
-def _history(sequence: Sequence, images: Images, live: LiveWeights) -> tuple[Written, Kept | None, int]:
-    """By which weights the KV that a sequence goes on with was written, and what of it is here and in the pool: of two
-    images with different histories that of more tokens."""
+def _history(sequence: Sequence, images: Images, live: LiveWeights) -> _History:
+    """Of two images with different histories that of more tokens."""
     here = images.of(sequence.trajectory_id)
     left, left_runs = here if here is not None else (None, ())
     image_runs = sequence.image.written if sequence.image is not None else ()
@@ -90,7 +114,7 @@ def _history(sequence: Sequence, images: Images, live: LiveWeights) -> tuple[Wri
         image_runs = ()
     if first_tokens(runs, _tokens(left_runs)) != left_runs:
         left = None
-    return Written.continued(runs, live.weights), left, _tokens(image_runs)
+    return _History(runs=runs, left=left, image_tokens=_tokens(image_runs))
 
 
 def _tokens(runs: tuple[KVRun, ...]) -> int:

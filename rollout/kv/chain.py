@@ -39,6 +39,10 @@ class Chain:
             self._values.append(value)
             position += 1
 
+    def forget(self, start: int) -> None:
+        """Positions from `start` on are computed anew."""
+        del self._values[start:]
+
     def values(self, start: int, end: int) -> ChainValues:
         """The values of positions [start, end), which must be known."""
         assert 0 <= start <= end <= len(self._values), (start, end, len(self._values))

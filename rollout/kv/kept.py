@@ -263,6 +263,7 @@ class KeptImages:
         kept.locked -= tiers
 
     def _offer(self, kept: Kept) -> None:
+        self._take_back(kept)
         self._spare[kept] = len(kept.tail[Tier.DEVICE])
         self.spare += self._spare[kept]
 

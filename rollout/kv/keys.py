@@ -41,6 +41,10 @@ class PageNames:
         """Those of the same tokens if other weights write them."""
         return PageNames(self._root, page_tokens=self.page_tokens, written=written, prefilled=self._prefilled)
 
+    def forget(self, at: int) -> None:
+        """Positions from `at` on are written by others than was thought."""
+        del self._keys[at // self.page_tokens :]
+
     def of(self, tokens: Sequence[int], pages: int) -> tuple[PageKey, ...]:
         """Keys of the first `pages` whole pages of `tokens`, which only ever grow from call to call."""
         assert pages * self.page_tokens <= len(tokens), (pages, self.page_tokens, len(tokens))

@@ -1,0 +1,271 @@
+"""Updates of a running service: whole or not at all, while trajectories run, and on workers that come back.
+
+Truth is an engine of this process that loaded the same weights from the start, deterministic like those of the workers.
+"""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import rollout
+from rollout.client import Rollout
+from rollout.errors import DeadlineError, InvalidArgumentError, WeightsError, WeightsUpdateError
+from rollout.model.weights import stream_safetensors
+from rollout.types import SamplingParams, Trajectory, TrajectoryId, Version, VersionRun
+from tests.cluster.scene import at_rest, audit, controller, eventually, inside, make_kv_model, pids, settings
+from tests.local_service import LocalService
+from tests.tiny_models import make_tiny_llama
+
+SAMPLING = SamplingParams(temperature=0.0, max_new_tokens=40, ignore_eos=True)
+PROMPT = [4 + position * 7 % 300 for position in range(50)]
+LONG = SamplingParams(temperature=0.0, max_new_tokens=300, ignore_eos=True)
+KV = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8}
+KV |= {"num_key_value_heads": 8, "head_dim": 32}
+
+Output = tuple[tuple[int, ...], tuple[float, ...]]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Three with the same architecture and other weights."""
+    path = tmp_path_factory.mktemp("weights")
+    first = make_kv_model(path / "0")
+    return [first, *(make_tiny_llama(path / str(seed), seed=seed, **KV) for seed in (1, 2))]
+
+
+@pytest.fixture(scope="module")
+def truth(models: list[Path]) -> list[Output]:
+    """What each model answers when nothing else was ever loaded."""
+    outputs: list[Output] = []
+    for model in models:
+        alone = LocalService(model, workers=1, kernels="torch", deterministic=True, chunk_tokens=32, kv_bytes=32 << 20)
+        alone.submit("p", PROMPT, SAMPLING)
+        outputs.append(output(alone.run(1)[TrajectoryId("p/0")]))
+        alone.close()
+    assert len({ids for ids, _ in outputs}) == len(models)
+    return outputs
+
+
+@pytest.fixture(scope="module")
+def updated(models: list[Path], ray_cluster: None) -> Iterator[Rollout]:
+    host = {"bytes": "16MiB", "write": {"kind": "write_through"}, "load_back_tokens": 0}
+    with rollout.start(settings(models[0], "updated", host=host)) as service:
+        yield service
+
+
+@pytest.fixture
+def service(updated: Rollout, models: list[Path]) -> Iterator[Rollout]:
+    """With the weights of the first model, as version 0."""
+    updated.update_weights(tensors(models[0]), 0)
+    yield updated
+    updated.abort(keep="none", then="finish")
+    updated.next_groups(100, timeout_s=0)
+    eventually(lambda: at_rest(updated))
+    audit(updated)
+
+
+def tensors(model: Path) -> dict[str, Tensor]:
+    return dict(stream_safetensors(model))
+
+
+def roll_out(service: Rollout, key: str, sampling: SamplingParams = SAMPLING, **options: Any) -> Trajectory:
+    service.submit([PROMPT], key=[key], sampling=sampling, **options)
+    (delivery,) = service.next_groups(1, timeout_s=120)
+    return delivery.trajectories[0]
+
+
+def output(trajectory: Trajectory) -> Output:
+    return trajectory.output_ids, trajectory.logprobs
+
+
+def sampled(service: Rollout, t: TrajectoryId, tokens: int) -> None:
+    """Wait until the controller knows so many tokens of it."""
+
+    def known() -> bool:
+        return inside(controller(service), lambda self: len(self._core._groups.get(t).columns)) >= tokens
+
+    eventually(known)
+
+
+@pytest.mark.parametrize("how", ["tensors", "directory"])
+def test_after_an_update_nothing_of_the_old_weights_is_used_anywhere(
+    service: Rollout, models: list[Path], truth: list[Output], how: str
+) -> None:
+    """Case D1: in the tree, on the host, in the pool."""
+    before = roll_out(service, "before")
+    assert output(before) == truth[0]
+    service.submit([PROMPT], key=["kept"], sampling=LONG)
+    sampled(service, TrajectoryId("kept/0"), 100)
+    service.abort("kept", keep="pool")
+    report = service.update_weights(tensors(models[1]) if how == "tensors" else models[1], 7)
+    assert (report.version, report.previous, report.fenced, report.rolled_back) == (7, 0, {}, False)
+    assert report.workers == ("worker-0", "worker-1")
+    assert report.nbytes == sum(t.nbytes for t in tensors(models[1]).values())
+    after = roll_out(service, "after")
+    assert output(after) == truth[1]
+    assert after.versions == (VersionRun(version=Version(7), tokens=40),)
+    eventually(lambda: sum(pool.stored for pool in service.stats().pools) == 0)
+    service.resume("kept")
+    (kept,) = service.next_groups(1, timeout_s=120)[0].trajectories
+    (resume,) = kept.resumes
+    assert (resume.restored_tokens, resume.loaded_tokens) == (0, 0)
+    assert resume.recomputed_tokens >= 100
+    assert [run.version for run in kept.versions] == [0, 7]
+    (old, new) = kept.kv_spans
+    assert old.kv == ((0, len(PROMPT), 0),)
+    assert new.kv == ((0, new.first, 7),)
+    again = service.update_weights(tensors(models[0]), 7)
+    assert again.rolled_back is False
+    assert output(roll_out(service, "same label, other weights")) == truth[0]
+    back = service.update_weights(tensors(models[1]), 3)
+    assert back.rolled_back
+    assert output(roll_out(service, "rolled back")) == truth[1]
+
+
+def test_what_runs_is_computed_again_with_the_new_weights_and_goes_on(
+    service: Rollout, models: list[Path], truth: list[Output]
+) -> None:
+    service.submit([PROMPT], key=["r"], sampling=LONG)
+    sampled(service, TrajectoryId("r/0"), 20)
+    service.update_weights(tensors(models[1]), 1)
+    (running,) = service.next_groups(1, timeout_s=120)[0].trajectories
+    old, new = running.versions
+    assert (old.version, new.version, old.tokens + new.tokens) == (0, 1, 300)
+    assert running.output_ids[: min(40, old.tokens)] == truth[0][0][: min(40, old.tokens)]
+    assert [span.kv for span in running.kv_spans] == [((0, 50, 0),), ((0, 50 + old.tokens, 1),)]
+    assert running.suspensions == 0
+
+
+@pytest.mark.parametrize("mode", ["suspend", "finish"])
+def test_what_runs_leaves_before_the_update_if_the_mode_says_so(
+    service: Rollout, models: list[Path], mode: str
+) -> None:
+    service.submit([PROMPT], n=6, key=["r"], sampling=LONG)
+    sampled(service, TrajectoryId("r/0"), 20)
+    service.update_weights(tensors(models[1]), 1, mode=mode)
+    (delivery,) = service.next_groups(1, timeout_s=240)
+    versions = [[run.version for run in trajectory.versions] for trajectory in delivery.trajectories]
+    if mode == "finish":
+        assert {tuple(each) for each in versions} <= {(0,), (1,)}
+        assert [0] in versions
+    else:
+        assert [0, 1] in versions
+        assert all(t.suspensions == len(set(v)) - 1 for t, v in zip(delivery.trajectories, versions, strict=True))
+
+
+def test_a_refused_update_changes_nothing_and_says_why_for_each_worker(
+    service: Rollout, models: list[Path], truth: list[Output]
+) -> None:
+    wrong = tensors(models[1])
+    name = next(name for name in wrong if name.endswith("down_proj.weight"))
+    for bad, what in (
+        ({**wrong, name: wrong[name][:-1]}, "of another shape or dtype"),
+        ({key: value for key, value in wrong.items() if key != name}, "missing"),
+        ({**wrong, "more": torch.zeros(3)}, "unexpected"),
+    ):
+        with pytest.raises(WeightsUpdateError, match=rf"nothing was changed: worker-0.*{what}.*worker-1.*{what}"):
+            service.update_weights(bad, 1)
+    with pytest.raises(WeightsUpdateError, match="nothing was changed"):
+        service.update_weights(models[1] / "nowhere", 1)
+    with pytest.raises(InvalidArgumentError, match="mode: got 'now', allowed: recompute"):
+        service.update_weights(wrong, 1, mode="now")
+    with pytest.raises(InvalidArgumentError, match="in_place, which needs"):
+        service.update_weights(wrong, 1, mode="in_place")
+    with pytest.raises(WeightsError, match="source: got int"):
+        service.update_weights(5, 1)  # type: ignore[arg-type]
+    trajectory = roll_out(service, "p")
+    assert output(trajectory) == truth[0]
+    assert trajectory.versions == (VersionRun(version=Version(0), tokens=40),)
+
+
+def test_a_delta_replaces_what_it_names_and_a_worker_that_comes_back_has_it_too(
+    service: Rollout, models: list[Path], truth: list[Output]
+) -> None:
+    """Case D6: it serves nothing until it holds the live version."""
+    service.update_weights(tensors(models[2]), 1)
+    changed = {name: tensor for name, tensor in tensors(models[1]).items() if "layers.0" not in name}
+    service.update_weights(changed, 2, delta=True)
+    rest = {name: tensor for name, tensor in tensors(models[1]).items() if "layers.0" in name}
+    service.update_weights(rest, 3, delta=True)
+    assert output(roll_out(service, "p")) == truth[1]
+    for worker in ("worker-0", "worker-1"):
+        before = pids(service)[worker]
+        os.kill(before, signal.SIGKILL)
+        eventually(lambda worker=worker, before=before: pids(service).get(worker, before) != before)
+        service.submit([PROMPT], n=8, key=[worker], sampling=SAMPLING)
+        (delivery,) = service.next_groups(1, timeout_s=240)
+        assert {output(t) for t in delivery.trajectories} == {truth[1]}
+        assert {run.version for t in delivery.trajectories for run in t.versions} == {3}
+    weights = {stats.weights for stats in service.stats().workers}
+    assert weights == {service.stats().weights}
+
+
+def test_a_paused_service_is_updated_and_goes_on_only_when_it_is_told_to(
+    service: Rollout, models: list[Path], truth: list[Output]
+) -> None:
+    """Case D5."""
+    service.submit([PROMPT], key=["p"], sampling=LONG)
+    sampled(service, TrajectoryId("p/0"), 20)
+    service.pause()
+    updating = threading.Thread(target=service.update_weights, args=(tensors(models[1]), 1))
+    updating.start()
+    updating.join(timeout=60)
+    assert not updating.is_alive()
+    known = inside(controller(service), lambda self: len(self._core._groups.get("p/0").columns))
+    assert service.next_groups(1, timeout_s=1.0) == []
+    assert inside(controller(service), lambda self: len(self._core._groups.get("p/0").columns)) == known
+    service.unpause()
+    (trajectory,) = service.next_groups(1, timeout_s=120)[0].trajectories
+    assert [run.version for run in trajectory.versions] == [0, 1]
+
+
+def test_updates_are_done_one_after_the_other(service: Rollout, models: list[Path], truth: list[Output]) -> None:
+    weights = [tensors(model) for model in models]
+    updates = [
+        threading.Thread(target=service.update_weights, args=(weights[1 + version % 2], version))
+        for version in range(1, 7)
+    ]
+    for update in updates:
+        update.start()
+    for update in updates:
+        update.join(timeout=120)
+    live = service.stats().weights.version
+    assert output(roll_out(service, "p")) == truth[1 + live % 2]
+    service.submit([PROMPT], key=["q"], exact_version=live)
+    (delivery,) = service.next_groups(1, timeout_s=120)
+    assert delivery.version == live
+
+
+def test_an_update_that_a_stuck_worker_does_not_answer_times_out_and_names_it(
+    service: Rollout, models: list[Path], truth: list[Output]
+) -> None:
+    stuck = pids(service)["worker-1"]
+    os.kill(stuck, signal.SIGSTOP)
+    try:
+        with pytest.raises((WeightsUpdateError, DeadlineError), match="worker-1"):
+            service.update_weights(tensors(models[1]), 1, timeout_s=3.0)
+    finally:
+        os.kill(stuck, signal.SIGCONT)
+    assert output(roll_out(service, "p")) == truth[0]
+
+
+def test_trajectories_wait_for_the_version_that_they_ask_for(service: Rollout, models: list[Path]) -> None:
+    before = service.stats().staleness.tokens
+    service.submit([PROMPT], key=["later"], sampling=SAMPLING, min_version=2)
+    assert service.next_groups(1, timeout_s=1.0) == []
+    service.update_weights(tensors(models[1]), 1)
+    assert service.next_groups(1, timeout_s=1.0) == []
+    service.update_weights(tensors(models[2]), 2)
+    (trajectory,) = service.next_groups(1, timeout_s=120)[0].trajectories
+    assert trajectory.versions == (VersionRun(version=Version(2), tokens=40),)
+    with pytest.raises(rollout.errors.UnsatisfiableVersionError, match="exact_version: got 1, allowed: 2"):
+        service.submit([PROMPT], key=["never"], exact_version=1)
+    after = service.stats().staleness.tokens
+    assert {lag: tokens - before.get(lag, 0) for lag, tokens in after.items() if tokens != before.get(lag)} == {0: 40}
