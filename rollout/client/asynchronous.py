@@ -19,7 +19,7 @@ from rollout.client.intake import Intake
 from rollout.cluster import launch
 from rollout.cluster.calls import call
 from rollout.cluster.description import ServiceDescription
-from rollout.cluster.weights import make_parcel
+from rollout.cluster.weights import Shipment
 from rollout.config import Config, load_config
 from rollout.errors import DeadlineError, InvalidArgumentError, RolloutError, ServiceClosedError
 from rollout.metrics import KVCheck, ServiceStats
@@ -372,11 +372,18 @@ class AsyncRollout:
             raise InvalidArgumentError(f"version: got {version!r:.80}, allowed: an integer >= 0")
         timeout_s = _seconds(timeout_s) if timeout_s is not None else weights.timeout_s
         deadline = time.monotonic() + timeout_s
-        parcel = await asyncio.to_thread(make_parcel, source, weights.transport, delta=delta)
+        shipment = await asyncio.to_thread(Shipment, source, weights.transport, delta=delta, timeout_s=timeout_s)
         left_s = max(0.0, deadline - time.monotonic())
-        report: UpdateReport = await self._call(
-            self._controller.update_weights, parcel, version, chosen, left_s, delta, timeout_s=left_s + CALL_S
-        )
+        sending = asyncio.ensure_future(asyncio.to_thread(shipment.send))
+        try:
+            report: UpdateReport = await self._call(
+                self._controller.update_weights,
+                *(shipment.parcel, version, chosen, left_s, delta),
+                timeout_s=left_s + CALL_S,
+            )
+        finally:
+            shipment.close()
+            sending.add_done_callback(lambda sent: sent.cancelled() or sent.exception())
         return report
 
     async def add_workers(self, count: int = 1) -> tuple[WorkerId, ...]:

@@ -30,6 +30,8 @@ class WorkerDescription:
     max_running: int
     weights: Weights
     """That it loaded by itself."""
+    weights_bytes: int
+    """Of all its weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

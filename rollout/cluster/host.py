@@ -10,10 +10,13 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterator, Set
+from concurrent.futures import Future
 from functools import partial
+from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from rollout.cluster.description import Batch, WorkerDescription
 from rollout.cluster.exports import Exports
@@ -27,11 +30,13 @@ from rollout.kv.image import Buffer, Manifest, describe, join
 from rollout.kv.restore import ImageReader
 from rollout.metrics import WorkerStats
 from rollout.model.spec import read_spec
-from rollout.model.weights import check_weights, write_weights
+from rollout.model.weights import check_weights, stream_weights, weights_bytes, write_weights
 from rollout.transport.source import WeightsSource
 from rollout.types import Keep, NodeId, SequenceKey, Weights, WeightsId, WorkerId
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Host:
@@ -84,6 +89,7 @@ class Host:
             max_context=assembled.max_context,
             max_running=config.engine.max_running,
             weights=weights,
+            weights_bytes=weights_bytes(assembled.decoder),
         )
         self._decoder = assembled.decoder
         self._fenced = False
@@ -175,26 +181,36 @@ class Host:
         if self._prepared is None or self._prepared[0] != name:
             raise WeightsSourceError(f"{self._worker}: no weights were prepared as {name}")
         _, source = self._prepared
-        answers: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
 
         def replace() -> None:
             self._fenced = True
-            try:
-                write_weights(self._decoder, source.tensors())
-            except BaseException as error:
-                answers.put(error)
-                return
+            write_weights(self._decoder, source.tensors())
             self._engine.replace_weights(weights, reusable=reusable, in_place=in_place)
             self._weights = weights
             self._fenced = False
-            answers.put(None)
 
-        self._inbox.put(replace)
-        error = answers.get()
-        self.drop_weights()
-        if error is not None:
-            raise error
+        try:
+            self._between_steps(replace)
+        finally:
+            self.drop_weights()
         return source.manifest.nbytes
+
+    def read_weights(self, read: Callable[[Iterator[tuple[str, Tensor]]], T]) -> tuple[Weights, T]:
+        """Have `read` read all weights between two steps; what it made of which."""
+        return self._between_steps(lambda: (self._weights, read(stream_weights(self._decoder))))
+
+    def _between_steps(self, do: Callable[[], T]) -> T:
+        """Have the engine's thread do this, and wait for it, however long the step before takes."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(do())
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._inbox.put(run)
+        return future.result()
 
     def drop_weights(self, name: str | None = None) -> None:
         """What was prepared, under this name or any, will not be committed."""

@@ -126,7 +126,7 @@ def launch(config: Config) -> Service:
         actors += [post.actor for post in posts.values()]
         described = describe(posts.values(), config.cluster.start_timeout_s)
         check_alike(described, deterministic=config.engine.deterministic)
-        check_store(config.pool, described)
+        check_store(config.pool, config.weights, described)
         pools = {worker.node: start_pool(config, worker) for worker in {each.node: each for each in described}.values()}
         actors += pools.values()
         description = ServiceDescription(

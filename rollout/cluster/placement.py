@@ -17,7 +17,7 @@ from ray.util.placement_group import (
 )
 
 from rollout.cluster.description import WorkerDescription
-from rollout.config import ClusterConfig, PoolConfig
+from rollout.config import ClusterConfig, PoolConfig, WeightsConfig
 from rollout.errors import ClusterTooSmallError, ConfigError
 from rollout.kv.keys import Fingerprint
 from rollout.types import WorkerId
@@ -102,21 +102,23 @@ def check_room(workers: Sequence[WorkerDescription], *, max_context: int) -> Non
         )
 
 
-def check_store(pool: PoolConfig, described: Sequence[WorkerDescription]) -> None:
+def check_store(pool: PoolConfig, weights: WeightsConfig, described: Sequence[WorkerDescription]) -> None:
     """Ray never says that its store is full, it spills: so what may be in it must fit, by arithmetic.
 
     Beside the pool that is what the driver reserves, what each worker of a node touches to warm up, and, where
     images come from other nodes, one copy of the longest, whatever the number of readers: the pool of the readers'
     node charges what they have open to its budget, but for that one, without which a full pool could read nothing
-    from elsewhere. Copies that nobody reads any more need no room: Ray evicts them before it spills.
+    from elsewhere. Copies that nobody reads any more need no room: Ray evicts them before it spills. Weights that come
+    through the store are there twice during an update: those that are live stay, for workers that come up.
     """
     workers = Counter(worker.node for worker in described)
     copy_room = described[0].max_context * described[0].token_bytes if len(workers) > 1 else 0
+    updates = 2 * described[0].weights_bytes if weights.transport.kind == "object_store" else 0
     budget = int(pool.budget_bytes)
     for node in ray.nodes():
         store = int(node["Resources"].get("object_store_memory", 0.0))
         warmed = workers[node["NodeID"]] * int(pool.warm_bytes)
-        rest = int(pool.reserve_bytes) + warmed + copy_room + STORE_SLACK_BYTES
+        rest = int(pool.reserve_bytes) + warmed + copy_room + updates + STORE_SLACK_BYTES
         most = max(0, int(STORE_SHARE * store) - rest)
         if node["NodeID"] in workers and budget > most:
             raise ConfigError(

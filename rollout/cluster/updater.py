@@ -15,19 +15,22 @@ import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from rollout.cluster.calls import one_line
 from rollout.cluster.description import WorkerDescription
 from rollout.cluster.supervision import Supervisor
-from rollout.cluster.weights import Parcel
+from rollout.cluster.weights import BroadcastWeights, Parcel
 from rollout.control.commands import Command
 from rollout.control.controller import Controller
 from rollout.control.messages import Event, WeightsLive, WorkerUp
-from rollout.errors import DeadlineError, WeightsUpdateError
+from rollout.errors import DeadlineError, WeightsSourceError, WeightsUpdateError
 from rollout.types import UpdateMode, UpdateReport, Version, Weights, WeightsId, WorkerId
 
 logger = logging.getLogger(__name__)
+
+PEER_BUCKET_BYTES = 32 << 20
+"""Of weights that one worker gives to another."""
 
 
 class Updater:
@@ -51,8 +54,9 @@ class Updater:
         self._until = until
         self._admit_s = admit_s
         self._turn = asyncio.Lock()
-        self._live: tuple[Parcel, ...] = ()
-        """What makes the live weights of those that workers load by themselves, in this order."""
+        self._live: tuple[Parcel, ...] | None = ()
+        """What makes the live weights of those that workers load by themselves, in this order; None if that was sent
+        once."""
 
     async def update(
         self, parcel: Parcel, version: Version, mode: UpdateMode, timeout_s: float, *, delta: bool
@@ -82,12 +86,7 @@ class Updater:
             live = self._core.weights
             if described.weights != live:
                 async with asyncio.timeout(self._admit_s):
-                    for parcel in self._live:
-                        name = uuid.uuid4().hex
-                        await actor.prepare_weights.remote(described.incarnation, name, parcel)
-                        await actor.commit_weights.remote(
-                            described.incarnation, name, live, frozenset({live.weights_id}), False
-                        )
+                    await self._bring_up_to_date(actor, described.incarnation, live)
             self._workers.serve(described.worker)
             self._handle(
                 WorkerUp(
@@ -97,6 +96,27 @@ class Updater:
                     max_running=described.max_running,
                 )
             )
+
+    async def _bring_up_to_date(self, actor: Any, incarnation: str, live: Weights) -> None:
+        """Give a worker the live weights: as they came, if that can be read again, or else from one that has them."""
+        if self._live is not None:
+            try:
+                for parcel in self._live:
+                    await self._load(actor, incarnation, parcel, live)
+                return
+            except RayTaskError as error:
+                logger.warning("the live weights cannot be read as they came: %s", one_line(error))
+        peer = next(iter(self._workers.serving.values()), None)
+        if peer is None:
+            raise WeightsSourceError(f"nobody has the live weights, version {live.version}: update them again")
+        held, parcel = await peer[0].share_weights.remote(peer[1], PEER_BUCKET_BYTES)
+        assert held == live, f"a worker in service has {held}, not {live}"
+        await self._load(actor, incarnation, parcel, live)
+
+    async def _load(self, actor: Any, incarnation: str, parcel: Parcel, live: Weights) -> None:
+        name = uuid.uuid4().hex
+        await actor.prepare_weights.remote(incarnation, name, parcel, 1, 2)
+        await actor.commit_weights.remote(incarnation, name, live, frozenset({live.weights_id}), False)
 
     async def _update(
         self, parcel: Parcel, version: Version, mode: UpdateMode, deadline: float, *, delta: bool
@@ -118,7 +138,9 @@ class Updater:
                 self._workers.fence(worker)
             if not committed:
                 raise WeightsUpdateError(f"version {version}: no worker loaded it: {_listed(failures)}")
-            self._live = (*self._live, parcel) if delta else (parcel,)
+            before_it = self._live if delta else ()
+            sent_once = isinstance(parcel, BroadcastWeights) or before_it is None
+            self._live = None if before_it is None or sent_once else (*before_it, parcel)
             self._handle(WeightsLive(weights=weights))
         finally:
             self._carry_out(self._core.end_update(time.time()))
@@ -138,8 +160,8 @@ class Updater:
         """The workers that can read all of it and found that it fits; those that died meanwhile load it later."""
         workers = self._workers.serving
         calls = {
-            worker: actor.prepare_weights.remote(incarnation, weights.weights_id, parcel)
-            for worker, (actor, incarnation) in workers.items()
+            worker: actor.prepare_weights.remote(incarnation, weights.weights_id, parcel, rank, len(workers) + 1)
+            for rank, (worker, (actor, incarnation)) in enumerate(workers.items(), start=1)
         }
         _, failures = await _answers(calls, deadline)
         lost = {worker for worker, error in failures.items() if isinstance(error, RayActorError)}

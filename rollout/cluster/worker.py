@@ -14,7 +14,7 @@ from rollout.cluster.description import Batch, WorkerDescription
 from rollout.cluster.host import Host
 from rollout.cluster.mapping import touch_store
 from rollout.cluster.reader import PoolReader
-from rollout.cluster.weights import Parcel, open_parcel
+from rollout.cluster.weights import Parcel, StoredWeights, open_parcel, put_weights
 from rollout.config import Config
 from rollout.control.commands import Assignment
 from rollout.errors import SegmentMissingError, WorkerLostError
@@ -119,12 +119,13 @@ class Worker:
         return [manifest for manifest, _ in exported], *(buffers for _, buffers in exported)
 
     @ray.method(concurrency_group="weights")
-    def prepare_weights(self, incarnation: str, name: str, parcel: Parcel) -> int:
+    def prepare_weights(self, incarnation: str, name: str, parcel: Parcel, rank: int, size: int) -> int:
         """Read all of it, and see that it is whole and fits, while decoding goes on; returns its size in bytes.
 
-        Raises `WeightsError` or `UnsupportedModelError`.
+        `rank` is that of this worker among `size` ends of the transfer. Raises `WeightsError` or
+        `UnsupportedModelError`.
         """
-        return self._the_same(incarnation).prepare_weights(name, open_parcel(parcel))
+        return self._the_same(incarnation).prepare_weights(name, open_parcel(parcel, rank, size))
 
     @ray.method(concurrency_group="weights")
     def commit_weights(
@@ -135,6 +136,11 @@ class Worker:
         After an error this process serves nothing any more.
         """
         return self._the_same(incarnation).commit_weights(name, weights, reusable, in_place=in_place)
+
+    @ray.method(concurrency_group="weights")
+    def share_weights(self, incarnation: str, bucket_bytes: int) -> tuple[Weights, StoredWeights]:
+        """What this worker has, put into the object store for one that comes up; decoding waits meanwhile."""
+        return self._the_same(incarnation).read_weights(lambda held: put_weights(held, bucket_bytes, delta=False))
 
     @ray.method(concurrency_group="weights")
     def drop_weights(self, incarnation: str, name: str) -> None:

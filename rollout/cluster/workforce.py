@@ -73,7 +73,7 @@ def hire(
         described = describe(posts.values(), config.cluster.start_timeout_s)
         check_alike([*there, *described], deterministic=config.engine.deterministic)
         check_room(described, max_context=service.max_context)
-        check_store(config.pool, [*there, *described])
+        check_store(config.pool, config.weights, [*there, *described])
     except BaseException:
         for post in posts.values():
             ray.kill(post.actor)

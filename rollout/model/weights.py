@@ -6,6 +6,7 @@ replaces weights in place and needs memory for one tensor beside them. What is l
 holds a mixture and must be loaded again.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,6 +118,11 @@ def stream_safetensors(path: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 # Into a decoder
+
+
+def weights_bytes(decoder: Loadable) -> int:
+    """Of all weights under their Hugging Face names, in the decoder's dtype."""
+    return sum(math.prod(target.shape) * target.dtype.itemsize for target in decoder.targets().values())
 
 
 def check_weights(decoder: Loadable, described: Iterable[Described], *, partial: bool = False) -> None:

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from rollout.errors import WeightsError, WeightsSourceError
-from rollout.transport.buckets import Bucket, Buffer, as_tensor, pack, verify
+from rollout.transport.buckets import Bucket, Buffer, as_tensor, pack, unpack, verify
 from rollout.transport.group import Group, own_address, within
 from rollout.transport.manifest import Described, Entry, Manifest, dump_entries, load_entries
 from rollout.transport.source import MemoryWeights
@@ -219,6 +219,34 @@ class StagedWeights(MemoryWeights):
         with contextlib.closing(receiver):
             buffers = [bucket.buffer for bucket in receiver.buckets()]
         super().__init__(receiver.manifest, buffers.__getitem__)
+
+
+class ArrivingWeights:
+    """What a receiver gets, read as it arrives, once: nothing of it is kept. The sender must have described it."""
+
+    def __init__(self, receiver: Receiver) -> None:
+        """Raises `WeightsSourceError` if it is not known what is to come."""
+        if receiver.described is None:
+            receiver.close()
+            raise WeightsSourceError("the sender did not say what it sends, and nothing is staged")
+        self._receiver = receiver
+        self._manifest = Manifest.promised(receiver.described, delta=receiver.delta)
+
+    @property
+    def manifest(self) -> Manifest:
+        """As promised; buckets and checksums are not known yet."""
+        return self._manifest
+
+    def verify(self) -> None:
+        """There is nothing to read yet: buckets are verified as they arrive."""
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Raises what `Receiver.buckets` raises."""
+        for bucket in self._receiver.buckets():
+            yield from unpack(bucket.buffer, bucket.entries)
+
+    def close(self) -> None:
+        self._receiver.close()
 
 
 def _send(

@@ -72,6 +72,19 @@ class Manifest:
         if any(one.bucket > other.bucket for one, other in zip(self.entries, self.entries[1:], strict=False)):
             raise WeightsSourceError("entries are not in the order of their buckets")
 
+    @classmethod
+    def promised(cls, described: Iterable[Described], *, delta: bool) -> "Manifest":
+        """Of tensors that are only described: one after the other in one bucket, without checksums."""
+        entries: list[Entry] = []
+        offset = 0
+        for name, shape, dtype in described:
+            nbytes = math.prod(shape) * ITEM_BYTES.get(dtype, 0)
+            entries.append(
+                Entry(name=name, dtype=dtype, shape=tuple(shape), bucket=0, offset=offset, nbytes=nbytes, checksum=None)
+            )
+            offset += nbytes
+        return cls(entries=tuple(entries), bucket_bytes=(offset,), delta=delta)
+
     @property
     def nbytes(self) -> int:
         """Of all tensors, without gaps."""

@@ -35,7 +35,7 @@ from rollout.types import (
     Wait,
     WorkerId,
 )
-from tests.weights import written
+from tests.weights import WEIGHTS, written
 
 NODE, WORKER, ANN = NodeId("node"), WorkerId("worker-0"), TrajectoryId("ann/0")
 
@@ -101,6 +101,8 @@ class FakeWorker:
             token_bytes=8,
             max_context=512,
             max_running=4,
+            weights=WEIGHTS,
+            weights_bytes=0,
         )
 
 
@@ -139,7 +141,7 @@ class Scene:
             tokenizer=read_tokenizer_files(model),
         )
         posts = {WORKER: Post(actor=self.worker, placement=None)}
-        self.actor = ControllerActor(description, posts, [self.worker.described], {NODE: self.pool}, "weights")
+        self.actor = ControllerActor(description, posts, [self.worker.described], {NODE: self.pool}, WEIGHTS)
         self.epoch = 0
 
     async def begin(self) -> None:

@@ -32,6 +32,7 @@ from rollout.types import (
     WorkerId,
 )
 from tests.cluster.scene import eventually, settings
+from tests.weights import WEIGHTS
 
 PAGE_TOKENS = 16
 PAGES = 15
@@ -130,7 +131,7 @@ def make_host(kv_model: Path) -> Iterator[Callable[..., Driver]]:
                 abort={"policies": list(policies)},
             )
         )
-        return Driver(Host(WorkerId("worker"), NodeId("node"), "incarnation", config, "weights", NoReader()))
+        return Driver(Host(WorkerId("worker"), NodeId("node"), "incarnation", config, WEIGHTS, NoReader()))
 
     yield make
     torch.set_num_threads(threads)

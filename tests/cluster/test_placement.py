@@ -10,6 +10,7 @@ from rollout.cluster.placement import check_alike, check_room
 from rollout.errors import ConfigError
 from rollout.kv.keys import Fingerprint
 from rollout.types import NodeId, WorkerId
+from tests.weights import WEIGHTS
 
 FIRST = WorkerDescription(
     worker=WorkerId("worker-0"),
@@ -20,6 +21,8 @@ FIRST = WorkerDescription(
     token_bytes=512,
     max_context=2048,
     max_running=8,
+    weights=WEIGHTS,
+    weights_bytes=1000,
 )
 LIKE = replace(FIRST, worker=WorkerId("worker-1"))
 UNLIKE = replace(FIRST, worker=WorkerId("worker-2"), fingerprint=Fingerprint("torch"))

@@ -3,10 +3,12 @@
 Truth is an engine of this process that loaded the same weights from the start, deterministic like those of the workers.
 """
 
+import contextlib
 import os
 import signal
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,8 @@ import torch
 from torch import Tensor
 
 import rollout
-from rollout.client import Rollout
+from rollout.client import AsyncRollout, Rollout
+from rollout.config import WeightsConfig
 from rollout.errors import DeadlineError, InvalidArgumentError, WeightsError, WeightsUpdateError
 from rollout.model.weights import stream_safetensors
 from rollout.types import SamplingParams, Trajectory, TrajectoryId, Version, VersionRun
@@ -205,6 +208,58 @@ def test_a_delta_replaces_what_it_names_and_a_worker_that_comes_back_has_it_too(
         assert {run.version for t in delivery.trajectories for run in t.versions} == {3}
     weights = {stats.weights for stats in service.stats().workers}
     assert weights == {service.stats().weights}
+
+
+@pytest.mark.parametrize("staged", [True, False])
+def test_weights_are_broadcast_and_a_worker_that_comes_back_has_them_from_another(
+    service: Rollout, models: list[Path], truth: list[Output], staged: bool
+) -> None:
+    with other_client(service, {"kind": "collective", "staged": staged, "bucket_bytes": 100_000}) as client:
+        report = client.update_weights(tensors(models[1]), 1)
+        assert (report.workers, report.fenced) == (("worker-0", "worker-1"), {})
+        assert output(roll_out(service, "p")) == truth[1]
+        wrong = {name: tensor for name, tensor in tensors(models[2]).items() if "layers.1" not in name}
+        with pytest.raises(WeightsUpdateError, match=r"nothing was changed: worker-0.*missing"):
+            client.update_weights(wrong, 2)
+        client.update_weights(wrong, 3, delta=True)
+    if not staged:
+        return
+    before = pids(service)["worker-0"]
+    os.kill(before, signal.SIGKILL)
+    eventually(lambda: pids(service).get("worker-0", before) != before)
+    eventually(lambda: {stats.weights.version for stats in service.stats().workers} == {3})
+    service.submit([PROMPT], n=8, key=["q"], sampling=SAMPLING)
+    (delivery,) = service.next_groups(1, timeout_s=240)
+    assert {worker for t in delivery.trajectories for worker in t.workers} == {"worker-0", "worker-1"}
+    assert len({output(t) for t in delivery.trajectories}) == 1
+    service.update_weights({name: t for name, t in tensors(models[2]).items() if "layers.1" in name}, 4, delta=True)
+    assert output(roll_out(service, "r")) == truth[2]
+
+
+def test_a_broadcast_whose_sender_fails_changes_nothing(
+    service: Rollout, models: list[Path], truth: list[Output]
+) -> None:
+    def broken() -> Iterator[tuple[str, Tensor]]:
+        yield next(iter(tensors(models[1]).items()))
+        raise ZeroDivisionError("the trainer fell over")
+
+    with (
+        other_client(service, {"kind": "collective", "bucket_bytes": 1000}) as client,
+        pytest.raises(WeightsUpdateError, match="nothing was changed: worker-0"),
+    ):
+        client.update_weights(broken(), 1, timeout_s=20.0)
+    assert output(roll_out(service, "p")) == truth[0]
+
+
+@contextlib.contextmanager
+def other_client(service: Rollout, transport: dict[str, Any]) -> Iterator[Rollout]:
+    """A guest that sends weights in another way."""
+    aio = service.aio
+    weights = WeightsConfig.model_validate({"transport": transport})
+    description = inside(controller(service), lambda self: self._description)
+    description = replace(description, config=aio.config.model_copy(update={"weights": weights}))
+    with Rollout(AsyncRollout(controller(service), description, key_prefix="guest-", on_close=None)) as client:
+        yield client
 
 
 def test_a_paused_service_is_updated_and_goes_on_only_when_it_is_told_to(

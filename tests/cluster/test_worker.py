@@ -13,6 +13,7 @@ from rollout.config import load_config
 from rollout.errors import SegmentMissingError
 from rollout.kv.image import Buffer
 from rollout.types import SequenceKey, TrajectoryId, WorkerId
+from tests.weights import WEIGHTS
 
 ANN: SequenceKey = (TrajectoryId("ann"), 1)
 
@@ -40,7 +41,7 @@ class FakeHost:
 
 
 def worker_with(host: FakeHost, path: Path) -> tuple[Worker, str]:
-    worker = Worker(WorkerId("worker"), load_config({"model": {"path": path}}), "weights")
+    worker = Worker(WorkerId("worker"), load_config({"model": {"path": path}}), WEIGHTS)
     worker._host = host  # type: ignore[assignment]
     return worker, worker._incarnation
 
