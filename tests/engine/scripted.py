@@ -22,7 +22,7 @@ from rollout.kv.fence import Fence, Passed
 from rollout.kv.keys import Fingerprint, root_key
 from rollout.kv.restore import Restored
 from rollout.kv.tiers import Copy
-from rollout.types import Columns, Image, SamplingParams, SequenceKey, TrajectoryId
+from rollout.types import Columns, Image, SamplingParams, SequenceKey, TrajectoryId, Weights
 from tests.weights import WEIGHTS
 
 PAGE_TOKENS = 4
@@ -149,6 +149,7 @@ class Scripted:
         self.restorer = HeldRestorer()
         self.events: list[WorkerEvent] = []
         self._audited = audited
+        self.loads = [WEIGHTS]
         cache = KVCache(pages, PAGE_TOKENS, host_pages=host_pages, write=write or NoWrites(kind="none"))
         live = LiveWeights(WEIGHTS)
         images = Images(cache, live, tail_hold_s=60.0)
@@ -187,6 +188,7 @@ class Scripted:
         output: Columns | None = None,
         image: Image | None = None,
         epoch: int = 1,
+        kv_tokens: int = 0,
         **sampling: object,
     ) -> SequenceKey:
         params = SamplingParams(**({"max_new_tokens": 1000} | sampling))  # type: ignore[arg-type]
@@ -200,10 +202,17 @@ class Scripted:
             watch=watch or Watch(),
             max_context=1 << 20,
             image=image,
-            kv_tokens=image.kv_tokens if image is not None else 0,
+            kv_tokens=image.kv_tokens if image is not None else kv_tokens,
         )
         self.engine.submit(assignment)
         return (assignment.trajectory_id, epoch)
+
+    def update(self, weights: Weights, *, max_lag: int = 0, in_place: bool = False) -> None:
+        """These are live from now on; KV that the `max_lag` loads before them wrote may be gone on with."""
+        self.loads.append(weights)
+        reusable = frozenset(each.weights_id for each in self.loads[-max_lag - 1 :])
+        self.engine.replace_weights(weights, reusable=reusable, in_place=in_place)
+        self.audit()
 
     def step(self) -> list[WorkerEvent]:
         self.audit()
