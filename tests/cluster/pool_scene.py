@@ -13,6 +13,7 @@ from rollout.control.messages import Exported, ExportFailed
 from rollout.kv.image import Manifest
 from rollout.kv.keys import Fingerprint
 from rollout.types import Image, NodeId, SegmentId, SequenceKey, TrajectoryId, Turn, Wait, WorkerId
+from tests.weights import written
 
 PAGE_TOKENS = 4
 TOKEN_BYTES = 10
@@ -127,6 +128,7 @@ class FakeWorker:
             kv_tokens=len(tokens),
             prompt_pages=len(prompt) // PAGE_TOKENS,
             page_keys=tuple(tokens[: (page + 1) * PAGE_TOKENS].encode() for page in range(whole)),
+            written=written(len(tokens)),
             base=base,
             turn=turn,
             release=release,

@@ -59,7 +59,7 @@ def policies(service: Rollout, *policies: dict[str, Any]) -> Iterator[None]:
         from rollout.control.policies import Policies
 
         config = AbortConfig.model_validate({"keep": "pool", "policies": policies})
-        self._core._roster.policies = Policies(config, max_resumes=64)
+        self._core._roster.policies = Policies(config, self._core._roster.versions, max_resumes=64)
 
     inside(controller(service), change, list(policies))
     try:

@@ -62,6 +62,7 @@ class Site:
             kv_tokens=pages * PAGE_TOKENS,
             prompt_pages=0,
             page_keys=tuple(f"{who} {page}".encode() for page in range(pages)),
+            written=written(pages * PAGE_TOKENS),
             base=Image(runs=(base,), kv_tokens=first * PAGE_TOKENS, written=written(first * PAGE_TOKENS))
             if first
             else None,
