@@ -138,6 +138,8 @@ class Record:
     """Of the last stop, until it goes on: what its return is measured by."""
     moved_from: WorkerId | None = None
     """A worker from which its KV was sent to the pool since it ran last: if it is still there, the pool refused it."""
+    waits_since: float = 0.0
+    """Since when it is queued; if its version ceased to be live later, since then."""
     refused_at: float | None = None
     """Since when it could run on another worker than the one that has its KV."""
     workers: list[WorkerId] = field(default_factory=list)

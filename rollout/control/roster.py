@@ -79,6 +79,7 @@ class Roster:
             return self.fail(record, self.fleet.hopeless, now)
         if record.phase is not Phase.QUEUED:
             record.enter(Phase.QUEUED)
+        record.waits_since = now
         self.fleet.enqueue(record)
         return record.pooled.expect(record.turn)
 

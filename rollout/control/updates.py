@@ -49,6 +49,7 @@ class Updates:
 
     def live(self, weights: Weights, now: float) -> list[Command]:
         """Every worker has these weights: KV that nothing may be gone on with any more is given up."""
+        before = self._roster.versions.live.version
         if not self._roster.versions.load(weights):
             return []
         self._roster.keeping.experience.weights_changed(now)
@@ -58,16 +59,21 @@ class Updates:
                 continue
             record.came_from = None  # what it finds there says nothing of evictions
             commands += self._suspensions.outdated(record)
-            commands += self._constrain(record, now)
+            commands += self._constrain(record, before, now)
         return commands + self.announce(weights.version, now)
 
-    def _constrain(self, record: Record, now: float) -> list[Command]:
-        """What may not be sampled with the live weights waits for others, or is over if these will not come."""
+    def _constrain(self, record: Record, before: Version, now: float) -> list[Command]:
+        """What may not be sampled with the live weights waits for others, or is over if these will not come. What is
+        being stopped for something else does what was said then, if that keeps it from being sampled."""
         submission, live = record.group.submission, self._roster.versions.live.version
         if submission.admits(live):
             return []
+        if submission.admits(before):
+            record.waits_since = now
         past = submission.exact_version is not None and submission.exact_version < live
-        if not past and not record.on_worker:
+        ends = record.intent is not None and record.intent.then in (Then.FINISH, Then.DROP)
+        runs_on = record.on_worker and record.intent is None
+        if ends or not (past or runs_on):
             return []
         then = Then.FINISH if past else Then.REQUEUE
         return self._stops.stop(record, Intent(keep=Keep.NONE, then=then, reason=AbortReason.VERSION), now)
@@ -78,8 +84,8 @@ class Updates:
         most_s = self._roster.version_timeout_s
         for record in list(self._roster.fleet.queued):
             submission = record.group.submission
-            since = max(record.group.submitted_at, record.stopped_at)
-            if not (submission.admits(live) or waits_for_kv_only(record)) and now - since >= most_s:
+            waits = not (submission.admits(live) or waits_for_kv_only(record))
+            if waits and now - record.waits_since >= most_s:
                 self._roster.fleet.dequeue(record)
                 error = f"{submission.wants} was not live within {most_s:g} s (weights.version_timeout_s); live: {live}"
                 commands += self._roster.fail(record, error, now)
