@@ -45,6 +45,7 @@ from rollout.types import (
     GroupId,
     Image,
     Keep,
+    KVRun,
     NodeId,
     Phase,
     Priority,
@@ -54,7 +55,9 @@ from rollout.types import (
     Then,
     Trajectory,
     TrajectoryId,
+    UpdateMode,
     Version,
+    Weights,
     WorkerId,
 )
 from tests.weights import WEIGHTS, loaded, written
@@ -178,8 +181,26 @@ class Stage:
         """Of the pool of its node, in bytes."""
         return self.handle(PoolRoom(node=NODES[worker], free_bytes=free, budget_bytes=budget))
 
-    def live(self, version: int) -> list[Command]:
-        return self.handle(WeightsLive(weights=loaded(version)))
+    def live(self, weights: int | Weights) -> list[Command]:
+        """These, or the only load of this version."""
+        return self.handle(WeightsLive(weights=weights if isinstance(weights, Weights) else loaded(weights)))
+
+    # Updates ------------------------------------------------------------------------------------------
+
+    def announce(self, version: int) -> list[Command]:
+        return self.take_note(self.controller.announce_update(Version(version), self.now))
+
+    def begin_update(self, mode: UpdateMode) -> list[Command]:
+        return self.take_note(self.controller.begin_update(mode, self.now))
+
+    def end_update(self) -> list[Command]:
+        return self.take_note(self.controller.end_update(self.now))
+
+    def pause(self) -> list[Command]:
+        return self.take_note(self.controller.pause(self.now))
+
+    def unpause(self) -> list[Command]:
+        return self.take_note(self.controller.unpause(self.now))
 
     # Of one trajectory, by the worker that runs it, or ran it last --------------------------------------
 
@@ -188,8 +209,17 @@ class Stage:
         assert record.worker is not None, f"{t} never ran"
         return self.report(record.worker, kind(trajectory_id=t, epoch=record.epoch, **fields))
 
-    def admit(self, t: TrajectoryId, *, cached: int = 0, loaded: int = 0, restored: int = 0) -> list[Command]:
-        """With KV from these places; what else it had once is computed again."""
+    def admit(
+        self,
+        t: TrajectoryId,
+        *,
+        cached: int = 0,
+        loaded: int = 0,
+        restored: int = 0,
+        runs: tuple[KVRun, ...] | None = None,
+    ) -> list[Command]:
+        """With KV from these places, which the live weights wrote if `runs` do not say otherwise; what else it had once
+        is computed again."""
         again = max(0, self.record(t).kv_tokens - cached - loaded - restored)
         return self.tell(
             t,
@@ -198,10 +228,11 @@ class Stage:
             loaded_tokens=loaded,
             restored_tokens=restored,
             recomputed_tokens=again,
-            written=written(cached + loaded + restored, self.controller.weights),
+            written=written(cached + loaded + restored, self.controller.weights) if runs is None else runs,
         )
 
     def sample(self, t: TrajectoryId, count: int = 1, *, version: int = 0) -> list[Command]:
+        """By this version, whatever is live."""
         offset = len(self.record(t).columns)
         ids = range(100 + offset, 100 + offset + count)
         self.tokens += count
@@ -216,12 +247,22 @@ class Stage:
     def fail(self, t: TrajectoryId, error: str = "it cannot go on") -> list[Command]:
         return self.tell(t, Failed, error=error)
 
-    def preempt(self, t: TrajectoryId) -> list[Command]:
-        return self.tell(t, Preempted)
+    def preempt(self, t: TrajectoryId, *, outdated: bool = False) -> list[Command]:
+        return self.tell(t, Preempted, outdated=outdated)
 
-    def park(self, t: TrajectoryId, reason: AbortReason | None = None, *, kv: int | None = None) -> list[Command]:
-        """With the KV of all but its last token, if nothing else is said."""
-        return self.tell(t, Parked, **self._left(t, kv), reason=reason)
+    def park(
+        self,
+        t: TrajectoryId,
+        reason: AbortReason | None = None,
+        *,
+        kv: int | None = None,
+        runs: tuple[KVRun, ...] | None = None,
+    ) -> list[Command]:
+        """With the KV of all but its last token, written by the live weights, if nothing else is said."""
+        left = self._left(t, kv)
+        if runs is not None:
+            left |= {"kv_tokens": sum(run.tokens for run in runs), "written": runs}
+        return self.tell(t, Parked, **left, reason=reason)
 
     def _left(self, t: TrajectoryId, kv: int | None = None) -> dict[str, Any]:
         record = self.find(t)

@@ -21,6 +21,7 @@ from rollout.types import (
     Trajectory,
     TrajectoryId,
     Version,
+    Weights,
 )
 from tests.control.machine.process import FAILURE, stops, token
 
@@ -56,6 +57,11 @@ class Books:
         """Tokens that were appended, by attempt (its seed) and position."""
         self.versions: defaultdict[tuple[int, int], set[Version]] = defaultdict(set)
         """That a token was sampled by, by seed and position."""
+        self.histories: defaultdict[tuple[int, int], set[tuple[Version, ...]]] = defaultdict(set)
+        """Likewise: that wrote the KV of each position before, and then sampled it."""
+        self.live = Version(0)
+        self.behind: Counter[int] = Counter()
+        """Tokens that were handed out, by how far they were behind what was live."""
         self.asked: defaultdict[Then, set[TrajectoryId]] = defaultdict(set)
         """By drivers; it may have completed all the same."""
         self.discarded: set[TrajectoryId] = set()
@@ -71,12 +77,21 @@ class Books:
         }
         self.members |= members
 
+    def sampled(self, seed: int, index: int, weights: Weights, kv: Sequence[Weights]) -> None:
+        """By a worker; it may be that nobody hears of it."""
+        self.versions[seed, index].add(weights.version)
+        self.histories[seed, index].add((*(each.version for each in kv), weights.version))
+
     # Handing out --------------------------------------------------------------------------------------
 
     def take(self, deliveries: Sequence[Delivery], call: str) -> None:
         again = min(len(self.returned), len(deliveries))
         assert list(deliveries[:again]) == self.returned[:again], "what was lost is handed out again, whole and first"
         del self.returned[:again]
+        for delivery in deliveries[again:]:
+            assert delivery.version == self.live
+            for run in (run for t in delivery.trajectories for run in t.versions if run.version is not None):
+                self.behind[self.live - run.version] += run.tokens
         if deliveries:
             self.under_way[call] = list(deliveries)
 
@@ -180,7 +195,9 @@ class Books:
                 assert (value, logprob, version) == (given[i], 0.0, None)
                 continue
             assert (value, logprob) == (token(seed, i), -value / 256)
+            assert version is not None
             assert version in self.versions[seed, i]
+            assert self.members[t].submission.admits(version), f"sampled with version {version}"
             if stops(value) and i + 1 < len(ids):
                 assert self.members[t].submission.multi_turn, "went on after a stop"
                 assert i + 1 in given, "went on after a turn though nothing was appended"
@@ -208,6 +225,7 @@ class Books:
         t, member = trajectory.trajectory_id, self.members[trajectory.trajectory_id]
         versions = [run.version for run in trajectory.versions for _ in range(run.tokens)]
         self._check_tokens(t, trajectory.seed, trajectory.output_ids, trajectory.logprobs, versions)
+        self._check_spans(trajectory, versions)
         assert trajectory.loss_mask == tuple(int(version is not None) for version in versions)
         assert (trajectory.group_id, trajectory.sample_index) == (member.submission.group_id, member.index)
         assert trajectory.prompt_ids == member.submission.prompt_ids
@@ -225,6 +243,23 @@ class Books:
         seeds = [*(attempt.seed for attempt in trajectory.attempts), trajectory.seed]
         assert seeds[0] == member.submission.seeds[member.index]
         assert len(set(seeds)) == len(seeds), "other draws"
+
+    def _check_spans(self, trajectory: Trajectory, versions: Sequence[Version | None]) -> None:
+        """Each sampled token was sampled on the KV that its span says."""
+        spans, prompt = trajectory.kv_spans, len(trajectory.prompt_ids)
+        sampled = [prompt + i for i, version in enumerate(versions) if version is not None]
+        assert [span.first for span in spans] == [*sampled[:1], *(span.stop for span in spans[:-1])]
+        assert not spans or spans[-1].stop == prompt + len(versions)
+        for span in spans:
+            assert span.first in sampled
+            before = [version for start, stop, version in span.kv for _ in range(start, stop)]
+            assert [start for start, _, _ in span.kv] == [*[0][: len(span.kv)], *(stop for _, stop, _ in span.kv[:-1])]
+            assert len(before) == span.first
+            by = versions[span.first - prompt]
+            for position in range(span.first, span.stop):
+                if (version := versions[position - prompt]) is not None:
+                    history = (*before, *[by] * (position - span.first), version)
+                    assert history in self.histories[trajectory.seed, position - prompt]
 
     def _check_end(self, trajectory: Trajectory, delivery: Delivery, spent: int, *, no_worker_left: bool) -> None:
         member = self.members[trajectory.trajectory_id]
@@ -251,6 +286,10 @@ class Books:
         if trajectory.error.startswith("no worker is left"):
             assert no_worker_left
             return
+        if "(weights.version_timeout_s)" in trajectory.error:
+            wants = self.members[trajectory.trajectory_id].submission
+            assert wants.exact_version is not None or wants.min_version is not None
+            return
         lost = trajectory.error.startswith(f"{MOST_LOSSES} workers were lost under it")
         assert lost or trajectory.error == FAILURE
         assert not lost or len(trajectory.workers) >= MOST_LOSSES
@@ -264,6 +303,9 @@ class Books:
         assert reason is not None
         if reason is AbortReason.DEADLINE and reason not in self.thens:
             return then is Then.FINISH and self.members[trajectory.trajectory_id].submission.deadline_s is not None
+        if reason is AbortReason.VERSION:
+            wanted = self.members[trajectory.trajectory_id].submission.exact_version
+            return then is Then.FINISH and wanted is not None
         return self.thens.get(reason) is then
 
 

@@ -6,8 +6,9 @@ a trajectory must hold in the end is known beforehand.
 
 import hashlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
+from itertools import groupby
 from random import Random
 
 from rollout.control.commands import Assignment, KeepThere, Pause, Recall, Release, Start, Stop, Unpause
@@ -26,12 +27,25 @@ from rollout.control.messages import (
     WorkerFacts,
 )
 from rollout.control.paces import Pace, PrefillTimes
-from rollout.types import AbortReason, Columns, FinishReason, Keep, SegmentId, SequenceKey, TrajectoryId, Version
-from tests.weights import written
+from rollout.types import (
+    AbortReason,
+    Columns,
+    FinishReason,
+    Image,
+    Keep,
+    KVRun,
+    SegmentId,
+    SequenceKey,
+    TrajectoryId,
+    Weights,
+    WeightsId,
+)
 
 PAGE = 4
 FAILURE = "InvalidPromptError: it cannot be run"
 ToWorker = Start | Stop | Release | KeepThere | Recall | Pause | Unpause
+KV = list[Weights]
+"""What wrote each position."""
 
 
 def token(seed: int, index: int) -> int:
@@ -42,6 +56,14 @@ def stops(value: int) -> bool:
     return value % 16 == 0
 
 
+def runs(kv: Sequence[Weights]) -> tuple[KVRun, ...]:
+    return tuple(KVRun(weights, len(list(run))) for weights, run in groupby(kv))
+
+
+def positions(written: Iterable[KVRun]) -> KV:
+    return [run.weights for run in written for _ in range(run.tokens)]
+
+
 class Task:
     """An assignment on a worker."""
 
@@ -49,7 +71,7 @@ class Task:
         self.assignment = assignment
         self.known = len(assignment.output)
         self.sampled = 0
-        self.kv = 0
+        self.kv: KV = []
         self.image = assignment.image
         self.admitted = False
 
@@ -83,7 +105,7 @@ class Task:
 class Left:
     """What a sequence left on a worker when it stopped."""
 
-    kv: int
+    kv: KV
     prompt_tokens: int
     tier: Keep = Keep.DEVICE
     pinned: bool = True
@@ -95,10 +117,14 @@ class Left:
 class FakeWorker:
     """One process. It may be stepped with any luck; `None` is the best: nothing goes wrong and all progress."""
 
-    def __init__(self, incarnation: str, version: Callable[[int, int], Version]) -> None:
-        """`version` says which one samples a token of a seed at an index."""
+    def __init__(
+        self, incarnation: str, weights: Weights, note: Callable[[int, int, Weights, Sequence[Weights]], None]
+    ) -> None:
+        """`note` hears what samples a token of a seed at an index, and what wrote the KV before it."""
         self.incarnation = incarnation
-        self.version = version
+        self.weights = weights
+        self.reusable: Set[WeightsId] = {weights.weights_id}
+        self.note = note
         self.paused = False
         self.inbox: deque[ToWorker] = deque()
         self.outbox: list[WorkerEvent] = []
@@ -108,13 +134,28 @@ class FakeWorker:
     @property
     def parked(self) -> dict[SequenceKey, int]:
         """KV tokens of each image that can be exported."""
-        return {key: left.kv for key, left in self.left.items() if left.pinned and left.moving is None}
+        return {key: len(left.kv) for key, left in self.left.items() if left.pinned and left.moving is None}
 
     @property
     def left_for_good(self) -> set[SequenceKey]:
         """What is here that no command in the inbox gives up."""
         given_up = {(order.trajectory_id, order.epoch) for order in self.inbox if isinstance(order, Release)}
         return set(self.left) - given_up
+
+    def replace_weights(self, weights: Weights, reusable: Set[WeightsId], *, in_place: bool) -> None:
+        """After all that it was told before, and between two steps; what runs starts again from its tokens, unless it
+        goes on in place with KV that may be used. What waits goes on as it does."""
+        while self.inbox:
+            self._obey(self.inbox.popleft(), None)
+        self.weights, self.reusable = weights, reusable
+        for task in self.tasks.values():
+            if task.admitted and not (in_place and self.may_use(task.kv)):
+                task.admitted, task.kv = False, []
+                t, epoch = task.key
+                self.outbox.append(Preempted(trajectory_id=t, epoch=epoch, outdated=True))
+
+    def may_use(self, kv: Iterable[Weights]) -> bool:
+        return all(weights.weights_id in self.reusable for weights in kv)
 
     def step(self, luck: Random | None, restorable: "set[SegmentId]") -> None:
         while self.inbox and (luck is None or luck.random() < 0.8):
@@ -157,7 +198,7 @@ class FakeWorker:
             case KeepThere(trajectory_id=t, epoch=epoch, where=where):
                 self._keep((t, epoch), where, luck)
             case Recall(trajectory_id=t, epoch=epoch):
-                left = self.left.get((t, epoch), Left(kv=0, prompt_tokens=0))
+                left = self.left.get((t, epoch), Left(kv=[], prompt_tokens=0))
                 left.pinned = True
                 self._tell_parked((t, epoch), left, Recalled)
             case Pause() | Unpause():
@@ -183,7 +224,7 @@ class FakeWorker:
         elif luck is not None and left.pinned and luck.random() < 0.01:
             self._free(key)
         elif luck is not None and not left.pinned and left.tier is Keep.DEVICE and luck.random() < 0.1:
-            left.kv = luck.randrange(left.kv + 1)
+            del left.kv[luck.randrange(len(left.kv) + 1) :]
 
     def _tell_moved(self, key: SequenceKey, left: Left, *, ok: bool) -> None:
         assert left.moving is not None
@@ -191,11 +232,11 @@ class FakeWorker:
         left.moving, left.pinned = None, False
         error = None if ok else "no room"
         self.outbox.append(
-            Moved(trajectory_id=key[0], epoch=key[1], where=left.tier, kv_tokens=left.kv, error=error),
+            Moved(trajectory_id=key[0], epoch=key[1], where=left.tier, kv_tokens=len(left.kv), error=error),
         )
 
     def _free(self, key: SequenceKey) -> None:
-        pages = -(-self.left.pop(key).kv // PAGE)
+        pages = -(-len(self.left.pop(key).kv) // PAGE)
         self.outbox.append(Freed(trajectory_id=key[0], epoch=key[1], exclusive_pages=pages, freed_pages=pages))
 
     def _home_of(self, task: Task) -> SequenceKey | None:
@@ -209,8 +250,7 @@ class FakeWorker:
         if not task.admitted:
             self._admit(task, luck, restorable)
         elif luck is not None and luck.random() < 0.1:
-            task.admitted = False
-            task.kv = 0
+            task.admitted, task.kv = False, []
             self.outbox.append(Preempted(trajectory_id=t, epoch=epoch))
         elif luck is not None and luck.random() < 0.02:
             del self.tasks[task.key]
@@ -223,9 +263,8 @@ class FakeWorker:
     def _admit(self, task: Task, luck: Random | None, restorable: set[SegmentId]) -> None:
         t, epoch = task.key
         home = self._home_of(task)
-        here = self.left[home].kv if home is not None else 0
-        image = task.image if task.image is not None and task.image.kv_tokens > here else None
-        restored = image.kv_tokens - here if image is not None else 0
+        here = self.left[home].kv if home is not None and self.may_use(self.left[home].kv) else []
+        image = self._usable(task.image, here)
         lost = image is not None and not {run.segment for run in image.runs} <= restorable
         if image is not None and (lost or (luck is not None and luck.random() < 0.2)):
             run = luck.choice([None, *image.runs]) if luck is not None else None
@@ -234,29 +273,38 @@ class FakeWorker:
             self.outbox.append(failure)
             task.image = None
             return
+        task.kv = positions(image.written) if image is not None else list(here)
+        if here != task.kv[: len(here)]:
+            here = []  # the image of more tokens has another history
         on_host = home is not None and self.left.pop(home).tier is Keep.HOST
         task.admitted = True
-        task.kv = here + restored
         self.outbox.append(
             Admitted(
                 trajectory_id=t,
                 epoch=epoch,
-                cached_tokens=0 if on_host else here,
-                loaded_tokens=here if on_host else 0,
-                restored_tokens=restored,
-                recomputed_tokens=max(0, task.assignment.kv_tokens - task.kv),
-                written=written(task.kv),
+                cached_tokens=0 if on_host else len(here),
+                loaded_tokens=len(here) if on_host else 0,
+                restored_tokens=len(task.kv) - len(here),
+                recomputed_tokens=max(0, task.assignment.kv_tokens - len(task.kv)),
+                written=runs(task.kv),
             )
         )
+
+    def _usable(self, image: Image | None, here: KV) -> Image | None:
+        """An image with more than what is here, if its KV may be gone on with."""
+        if image is None or image.kv_tokens <= len(here) or not self.may_use(positions(image.written)):
+            return None
+        return image
 
     def _sample(self, task: Task, luck: Random | None) -> None:
         t, epoch = task.key
         assert not task.full, "started with nothing left to sample"
         value = token(task.assignment.seed, task.known)
-        version = self.version(task.assignment.seed, task.known)
-        news = Columns([value], [-value / 256], [version])
+        position = len(task.assignment.prompt_ids) + task.known
+        task.kv += [self.weights] * (position - len(task.kv))
+        self.note(task.assignment.seed, task.known, self.weights, task.kv)
+        news = Columns([value], [-value / 256], [self.weights.version])
         self.outbox.append(Sampled(trajectory_id=t, epoch=epoch, offset=task.known, columns=news))
-        task.kv = len(task.assignment.prompt_ids) + task.known
         task.known += 1
         task.sampled += 1
         if stops(value) and task.assignment.watch.turns and not task.full:
@@ -273,9 +321,11 @@ class FakeWorker:
         del self.tasks[task.key]
         home = self._home_of(task) if not task.admitted else None
         left = Left(kv=task.kv, prompt_tokens=len(task.assignment.prompt_ids))
-        if home is not None:
+        if home is not None and self.may_use(self.left[home].kv):
             left = self.left.pop(home)
             left.pinned = True
+        elif home is not None:
+            self._free(home)
         self.left[task.key] = left
         self._tell_parked(task.key, left, Parked, reason)
 
@@ -284,10 +334,10 @@ class FakeWorker:
             kind(
                 trajectory_id=key[0],
                 epoch=key[1],
-                kv_tokens=left.kv,
-                prompt_pages=min(left.kv, left.prompt_tokens) // PAGE,
-                page_keys=tuple(f"{key[0]} {i}".encode() for i in range(left.kv // PAGE)),
-                written=written(left.kv),
+                kv_tokens=len(left.kv),
+                prompt_pages=min(len(left.kv), left.prompt_tokens) // PAGE,
+                page_keys=tuple(f"{key[0]} {i}".encode() for i in range(len(left.kv) // PAGE)),
+                written=runs(left.kv),
                 reason=reason,
             )
         )

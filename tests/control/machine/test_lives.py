@@ -6,11 +6,12 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.config import AbortConfig, GroupsConfig, ResumeConfig
-from rollout.types import Keep, Priority, Then
+from rollout.config import AbortConfig, GroupsConfig, ResumeConfig, WeightsConfig
+from rollout.types import Keep, Priority, Then, UpdateMode
 from tests.control.machine.world import WORKERS, World
 
 KEEPS = [Keep.AUTO, *Keep]
+REUSES = [{"kind": "same_weights"}, {"kind": "stale", "max_lag": 1}, {"kind": "stale", "max_lag": 2}]
 THENS = {
     "slice_budget": [Then.REQUEUE],
     "quota": [Then.HOLD],
@@ -55,6 +56,9 @@ def world(luck: Random) -> World:
             max_retries=luck.randint(1, 2),
             rest=luck.choice(["abort", "withhold"]),  # type: ignore[arg-type]
         ),
+        versions=WeightsConfig.model_validate(
+            {"kv_reuse": luck.choice(REUSES), "version_timeout_s": luck.choice([15.0, 100.0])}
+        ),
     )
     for worker in WORKERS:
         world.boot(worker)
@@ -80,6 +84,8 @@ def drive(world: World, luck: Random) -> None:
                 multi_turn=luck.random() < 0.5,
                 partial=luck.random() < 0.3,
                 caller=luck.choice(["", "tool"]),
+                min_behind=luck.choice([None, None, None, 1, 0, -1]),
+                exact_behind=luck.choice([None, None, None, None, 1, 0, 0, -1]),
             )
         case 4 | 5:
             world.abort(some, luck.choice([*Keep]), luck.choice([*Then]))
@@ -104,7 +110,7 @@ def drive(world: World, luck: Random) -> None:
         case 16:
             world.end_collection()
         case 17:
-            (world.unpause if world.paused else world.pause)()
+            (world.unpause if world.driver_paused else world.pause)()
         case 18:
             world.drain(luck.choice([*world.sites]))
         case 19:
@@ -117,7 +123,9 @@ def disturb(world: World, luck: Random, *, calm: bool) -> None:
         case 0:
             world.wait(luck.randrange(40))
         case 1:
-            world.update()
+            world.update(luck.choice([*UpdateMode]), luck.choice([1, 1, 1, 2, 0, -1]))
+            while luck.random() < 0.6 and world.go_on_with_update():  # at once, as far as it can go
+                world.check()
         case 2 if world.history:
             world.repeat(luck.randrange(99))
         case 3 if not calm:
@@ -145,5 +153,7 @@ def test_a_long_life_keeps_every_invariant_and_delivers_all(seed: int) -> None:
             drive(service, luck)
         else:
             disturb(service, luck, calm=calm)
+        if luck.random() < 0.3:
+            service.go_on_with_update(give_up=luck.random() < 0.05)
         service.check()
     service.finish(collecting=luck.random() < 0.5)

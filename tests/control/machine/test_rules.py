@@ -8,8 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from rollout.config import AbortConfig, GroupsConfig, ResumeConfig
-from rollout.types import Keep, Priority, Then, TrajectoryId, WorkerId
+from rollout.config import AbortConfig, GroupsConfig, ResumeConfig, WeightsConfig
+from rollout.types import Keep, Priority, Then, TrajectoryId, UpdateMode, WorkerId
 from tests.control.machine.world import NODES, WORKERS, World
 
 workers = st.sampled_from(sorted(NODES))
@@ -66,6 +66,13 @@ rules = st.builds(
     max_retries=st.integers(1, 2),
     rest=st.sampled_from(["abort", "withhold"]),
 )
+versions = st.builds(
+    lambda reuse, timeout_s: WeightsConfig.model_validate({"kv_reuse": reuse, "version_timeout_s": timeout_s}),
+    reuse=st.sampled_from([{"kind": "same_weights"}, *({"kind": "stale", "max_lag": lag} for lag in (1, 2))]),
+    timeout_s=st.sampled_from([15.0, 100.0]),
+)
+modes = st.sampled_from(UpdateMode)
+ahead = st.sampled_from([1, 1, 1, 2, 0, -1])
 
 
 class ControllerInTheWorld(RuleBasedStateMachine):
@@ -76,6 +83,7 @@ class ControllerInTheWorld(RuleBasedStateMachine):
         policies=policies,
         resume=resumes,
         groups=rules,
+        versions=versions,
         room=st.integers(1, 3),
         up=st.lists(st.sampled_from(sorted(WORKERS)), unique=True),
         collecting=st.booleans(),
@@ -86,12 +94,13 @@ class ControllerInTheWorld(RuleBasedStateMachine):
         policies: list[dict[str, Any]],
         resume: ResumeConfig,
         groups: GroupsConfig,
+        versions: WeightsConfig,
         room: int,
         up: list[WorkerId],
         collecting: bool,
     ) -> None:
         abort = AbortConfig.model_validate({"keep": str(keep), "policies": policies})
-        self.world = World(room=room, abort=abort, resume=resume, groups=groups)
+        self.world = World(room=room, abort=abort, resume=resume, groups=groups, versions=versions)
         self.collecting = collecting
         for worker in WORKERS:
             self.world.boot(worker)
@@ -115,6 +124,8 @@ class ControllerInTheWorld(RuleBasedStateMachine):
         multi_turn=st.booleans(),
         partial=st.booleans(),
         caller=st.sampled_from(["", "tool"]),
+        min_behind=st.sampled_from([None, None, None, 1, 0, -1]),
+        exact_behind=st.sampled_from([None, None, None, None, 1, 0, 0, -1]),
     )
     def submit(self, n: int, budget: int, groups: int, twice: bool, **options: Any) -> None:
         self.world.submit(n=n, budget=budget, groups=groups, twice=twice, **options)
@@ -167,7 +178,7 @@ class ControllerInTheWorld(RuleBasedStateMachine):
 
     @rule()
     def pause_or_unpause(self) -> None:
-        if self.world.paused:
+        if self.world.driver_paused:
             self.world.unpause()
         else:
             self.world.pause()
@@ -195,9 +206,16 @@ class ControllerInTheWorld(RuleBasedStateMachine):
     def wait(self, seconds: int) -> None:
         self.world.wait(seconds)
 
-    @rule()
-    def update(self) -> None:
-        self.world.update()
+    @rule(mode=modes, ahead=ahead)
+    def update(self, mode: UpdateMode, ahead: int) -> None:
+        self.world.update(mode, ahead)
+
+    @precondition(lambda self: self.world.under_update)
+    @rule(steps=st.integers(1, 3), give_up=seldom)
+    def go_on_with_update(self, steps: int, give_up: bool) -> None:
+        for _ in range(steps):
+            self.world.go_on_with_update(give_up=give_up)
+            self.world.check()
 
     @rule(worker=workers, twice=sometimes)
     def relay(self, worker: WorkerId, twice: bool) -> None:

@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from rollout.config import AbortConfig, GroupsConfig, ResumeConfig, Stale
+import pytest
+
+from rollout.config import AbortConfig, GroupsConfig, ResumeConfig, Stale, StaleKV, WeightsConfig
 from rollout.control.aborts import AbortTicket
 from rollout.control.collection import Collection
 from rollout.control.commands import Command, Drop, Expect, Export, KeepThere, Recall, Release, Retain, Retire, Start
@@ -35,12 +37,13 @@ from rollout.control.messages import (
 )
 from rollout.control.records import Record
 from rollout.control.submission import Submission
-from rollout.errors import NotExtendableError, PromptTooLongError, UnknownWorkerError
+from rollout.errors import NotExtendableError, PromptTooLongError, UnknownWorkerError, UnsatisfiableVersionError
 from rollout.types import (
     AbortReason,
     GroupId,
     Image,
     Keep,
+    KVRun,
     NodeId,
     Phase,
     Priority,
@@ -51,12 +54,16 @@ from rollout.types import (
     Then,
     TrajectoryId,
     Turn,
+    UpdateMode,
     Version,
+    Weights,
+    WeightsId,
     WorkerId,
+    first_tokens,
 )
 from tests.control.machine.books import Books
-from tests.control.machine.process import PAGE, FakeWorker, ToWorker, left_by
-from tests.weights import WEIGHTS, loaded, written
+from tests.control.machine.process import PAGE, FakeWorker, ToWorker, left_by, positions, runs
+from tests.weights import WEIGHTS
 
 CONTEXT = 48
 WORKERS = {WorkerId("w1"): NodeId("n1"), WorkerId("w2"): NodeId("n1"), WorkerId("w3"): NodeId("n2")}
@@ -90,6 +97,21 @@ class Site:
         return process if process is not None and process.incarnation == self.believed else None
 
 
+@dataclass(slots=True, kw_only=True)
+class Update:
+    """Of the weights, under way."""
+
+    mode: UpdateMode
+    weights: Weights
+    loaded: bool = False
+    """By all workers; the controller may not have heard of it."""
+    live: bool = False
+
+    @property
+    def pauses(self) -> bool:
+        return self.mode in (UpdateMode.RECOMPUTE, UpdateMode.IN_PLACE)
+
+
 class World:
     """The controller, and everything that it can only see by events."""
 
@@ -100,6 +122,7 @@ class World:
         abort: AbortConfig,
         resume: ResumeConfig,
         groups: GroupsConfig,
+        versions: WeightsConfig,
     ) -> None:
         self.controller = Controller(
             workers=len(WORKERS),
@@ -108,15 +131,18 @@ class World:
             abort=abort,
             resume=resume,
             groups=groups,
-            versions=WeightsConfig(),
+            versions=versions,
         )
         self.policies = {policy.kind: policy for policy in abort.policies}
         self.max_resumes = resume.max_resumes
         self.books = Books(abort, groups, CONTEXT)
         self.now = 0.0
-        self.version = Version(0)
+        self.loaded = [WEIGHTS]
+        """By workers, in this order."""
+        self.most_behind = versions.kv_reuse.max_lag if isinstance(versions.kv_reuse, StaleKV) else 0
+        self.under_update: Update | None = None
         self.room = room
-        self.paused = False
+        self.driver_paused = False
         self.begun: set[GroupId] = set()
         """Of which a member was started."""
         self.window: int | None = None
@@ -169,8 +195,21 @@ class World:
 
     # What the driver does -----------------------------------------------------------------------------
 
-    def submit(self, *, n: int, budget: int, groups: int = 1, twice: bool = False, **options: Any) -> None:
-        """`groups` groups in one call."""
+    def submit(
+        self,
+        *,
+        n: int,
+        budget: int,
+        groups: int = 1,
+        twice: bool = False,
+        min_behind: int | None = None,
+        exact_behind: int | None = None,
+        **options: Any,
+    ) -> None:
+        """`groups` groups in one call, which may ask for a version so far behind, or ahead of, the live one."""
+        live = self.controller.weights.version
+        options["min_version"] = Version(live - min_behind) if min_behind is not None else None
+        options["exact_version"] = Version(live - exact_behind) if exact_behind is not None else None
         submissions = []
         for _ in range(groups):
             number = len(self.books.members)
@@ -183,6 +222,12 @@ class World:
                     **options,
                 )
             )
+            if exact_behind is not None and exact_behind > 0:
+                accounts = self.controller.accounts()
+                with pytest.raises(UnsatisfiableVersionError):
+                    self.controller.submit(submissions, self.now)
+                assert self.controller.accounts() == accounts
+                return
             self.books.add(submissions[-1])
         assert self.controller.new_trajectories(submissions) == n * groups
         for _ in range(1 + twice):
@@ -286,13 +331,18 @@ class World:
 
     def pause(self) -> None:
         self.now += 1
-        self.paused = True
+        self.driver_paused = True
         self.carry_out(self.controller.pause(self.now))
 
     def unpause(self) -> None:
         self.now += 1
-        self.paused = False
+        self.driver_paused = False
         self.carry_out(self.controller.unpause(self.now))
+
+    @property
+    def paused(self) -> bool:
+        """By anybody."""
+        return self.driver_paused or (self.under_update is not None and self.under_update.pauses)
 
     def drain(self, worker: WorkerId) -> None:
         self.now += 1
@@ -336,7 +386,9 @@ class World:
                         held.discard(segment)
                 case Expect(node=node, trajectory_id=t, turn=turn):
                     self.turns[node, t] = turn
-                case Export(worker=worker):
+                case Export(worker=worker, base=base):
+                    assert self.may_use(command.written), "exported though nothing may go on with it"
+                    assert base is None or first_tokens(command.written, base.kv_tokens) == base.written
                     self.turns[command.node, command.trajectory_id] = command.turn
                     number = next(self.orders)
                     self.exports.append((number, command, self.sites[worker].believed))
@@ -398,6 +450,7 @@ class World:
                 assert key not in self.started
                 assert site.believed is not None, "started on a worker that is down"
                 assert not self.paused, "started during a pause"
+                assert self.under_update is None, "started during an update"
                 self.started[key] = site.believed
                 self._check_start(key[0], command)
                 wanted = {run.segment for run in assignment.image.runs} if assignment.image is not None else set()
@@ -431,6 +484,11 @@ class World:
                 assert not left_by(site.addressed, t), "started elsewhere than where its KV is kept"
         if (home := self.kept.pop(t, None)) is not None:
             self.used.add(home)
+            process = self.sites[start.worker].addressed
+            left = process.left.get(home) if process is not None else None
+            assert left is None or self.may_use(runs(left.kv)), "started on KV that it may not go on with"
+        image = start.assignment.image
+        assert image is None or self.may_use(image.written), "started from an image that it may not go on with"
         assert t not in self.books.discarded, "started though it was given up"
         (record,) = self.controller.resolve([t])[0]
         promoted = start.assignment.watch.only_loads
@@ -438,6 +496,7 @@ class World:
         if promoted:
             assert t in self.to_hold or self._may_hold(record), "not started to run"
             return
+        assert record.group.submission.admits(self.weights.version), "started with weights that it may not run with"
         retries = sum(attempt.error is None for attempt in record.attempts)
         assert t not in self.to_hold or retries > self.retries[t], "started though it is held"
         self.begun.add(record.group_id)
@@ -461,14 +520,9 @@ class World:
     def boot(self, worker: WorkerId) -> None:
         """A process starts; the controller will hear of it."""
         site = self.sites[worker]
-        site.process = FakeWorker(f"{worker} process {next(self.processes)}", self.sample)
+        site.process = FakeWorker(f"{worker} process {next(self.processes)}", self.weights, self.books.sampled)
         up = WorkerUp(worker=worker, node=NODES[worker], incarnation=site.process.incarnation, max_running=self.room)
         site.notices.append(up)
-
-    def sample(self, seed: int, index: int) -> Version:
-        """The version that samples a token."""
-        self.books.versions[seed, index].add(self.version)
-        return self.version
 
     def kill(self, worker: WorkerId, *, silent: bool, final: bool, last_words: bool) -> None:
         """A process dies, with what it had not sent unless `last_words`; if `silent`, only its successor tells."""
@@ -526,24 +580,85 @@ class World:
         self.now += seconds
         self.handle(Tick())
 
-    def update(self) -> None:
-        """Other weights; whoever is too stale then is stopped or was."""
-        self.version = Version(self.version + 1)
-        self.handle(WeightsLive(weights=loaded(self.version)))
+    # Updates of the weights ---------------------------------------------------------------------------
+
+    @property
+    def weights(self) -> Weights:
+        """That workers have."""
+        return self.loaded[-1]
+
+    def may_use(self, written: Sequence[KVRun]) -> bool:
+        """Whether anything may go on with KV that was written like this, as far as the controller has heard."""
+        unheard = self.under_update is not None and self.under_update.loaded and not self.under_update.live
+        heard = self.loaded[:-1] if unheard else self.loaded
+        return {run.weights.weights_id for run in written} <= self._reusable(heard)
+
+    def _reusable(self, loaded: Sequence[Weights]) -> set[WeightsId]:
+        """After these were."""
+        return {weights.weights_id for weights in loaded[-self.most_behind - 1 :]}
+
+    def update(self, mode: UpdateMode, ahead: int) -> None:
+        """Begin to load other weights, whose version is so far ahead of the live one; one load at a time."""
+        if self.under_update is None:
+            version = Version(max(0, self.weights.version + ahead))
+            weights = Weights(WeightsId(f"weights {len(self.loaded)} of {version}"), version)
+            self.now += 1
+            self.carry_out(self.controller.announce_update(version, self.now))
+            self._check_stale(version)
+            self.now += 1
+            self.under_update = Update(mode=mode, weights=weights)
+            self.carry_out(self.controller.begin_update(mode, self.now))
+
+    def go_on_with_update(self, *, give_up: bool = False) -> bool:
+        """The next step of it, unless it must wait; `give_up`: then it ends, as long as nothing was loaded. Returns
+        whether it made a step."""
+        update = self.under_update
+        if update is None:
+            return False
+        if update.live or (give_up and not update.loaded):
+            self.now += 1
+            self.under_update = None
+            self.carry_out(self.controller.end_update(self.now))
+        elif update.loaded:
+            self.books.live, update.live = update.weights.version, True
+            self.handle(WeightsLive(weights=update.weights))
+            assert self.controller.weights == update.weights
+            self._check_stale(update.weights.version)
+            if update.weights.version % 2:  # it may be told twice
+                assert self.controller.handle(WeightsLive(weights=update.weights), self.now) == []
+        elif self.controller.clear_for_update(update.mode):
+            self._load(update)
+        else:
+            return False
+        return True
+
+    def _load(self, update: Update) -> None:
+        reusable = self.controller.reusable_with(update.weights)
+        self.loaded.append(update.weights)
+        assert reusable == self._reusable(self.loaded)
+        update.loaded = True
+        for site in self.sites.values():
+            if (process := site.process) is not None:
+                process.replace_weights(update.weights, reusable, in_place=update.mode is UpdateMode.IN_PLACE)
+                if not update.pauses and process is site.addressed:
+                    assert not process.tasks, "something ran on in an update for which all was to stop"
+
+    def _check_stale(self, version: Version) -> None:
+        """Whoever is too stale with this version is stopped or was."""
         policy = self.policies.get("stale")
         for record in self.records if isinstance(policy, Stale) else ():
-            if not record.over and self._is_stale(record, policy) and self._policies_stop(record, policy):
+            if not record.over and self._is_stale(record, policy, version) and self._policies_stop(record, policy):
                 self._check_stopped(record, Then(policy.then))
 
-    def _is_stale(self, record: Record, policy: Stale) -> bool:
-        ages = [self.version - version for version in record.columns.versions if version is not None]
+    def _is_stale(self, record: Record, policy: Stale, live: Version) -> bool:
+        ages = [live - version for version in record.columns.versions if version is not None]
         old = sum(age >= policy.age for age in ages)
         behind = policy.behind is not None and max(ages, default=0) >= policy.behind
         return bool(ages) and (behind or (policy.share is not None and old > policy.share * len(ages)))
 
     def _policies_stop(self, record: Record, policy: Stale) -> bool:
         waits = Then(policy.then) in (Then.REQUEUE, Then.HOLD, Then.RETRY)
-        return not waits or self.max_resumes is None or len(record.resumes) < self.max_resumes
+        return not waits or self.max_resumes is None or len(record.resumes) + len(record.attempts) < self.max_resumes
 
     def _check_stopped(self, record: Record, then: Then) -> None:
         """It does not run on: it is stopped for this, or for something that is as final."""
@@ -615,23 +730,24 @@ class World:
             self.answers.append((order_number, failed))
             return
         usable = order.base.kv_tokens // PAGE if order.base is not None else 0
-        runs: list[SegmentRun] = []
+        parts: list[SegmentRun] = []
         for run in order.base.runs if order.base is not None else ():
             assert run.segment in self.stored | self.displaced, "the base of an export was dropped"
             if run.node == order.node and run.segment in self.displaced:
                 break
-            pages = min(run.pages, usable - sum(kept.pages for kept in runs))
+            pages = min(run.pages, usable - sum(kept.pages for kept in parts))
             if pages:
-                runs.append(SegmentRun(node=run.node, segment=run.segment, first=run.first, pages=pages))
-        pages = -(-order.kv_tokens // PAGE) - sum(run.pages for run in runs)
+                parts.append(SegmentRun(node=run.node, segment=run.segment, first=run.first, pages=pages))
+        pages = -(-order.kv_tokens // PAGE) - sum(run.pages for run in parts)
         segment = SegmentId(f"{order.node} {next(self.segments)}")
-        runs.append(SegmentRun(node=order.node, segment=segment, first=0, pages=pages))
+        parts.append(SegmentRun(node=order.node, segment=segment, first=0, pages=pages))
         self.held[order.node, key[0]].add(segment)
-        made = Image(runs=tuple(runs), kv_tokens=order.kv_tokens, written=written(order.kv_tokens))
+        assert process is not None
+        assert process.left[key].kv == positions(order.written)
+        made = Image(runs=tuple(parts), kv_tokens=order.kv_tokens, written=order.written)
         done = Exported(trajectory_id=key[0], epoch=key[1], image=made, sent_bytes=pages, displaced=made_room)
         self.answers.append((order_number, done))
         if order.release:
-            assert process is not None
             self.released_by_pool.add(key)
             process.inbox.append(Release(worker=order.worker, trajectory_id=key[0], epoch=key[1]))
 
@@ -690,13 +806,21 @@ class World:
             assert record.phase is not Phase.QUEUED or not hopeless, "it waits for a worker and there is none"
             assert (record.phase is Phase.PAUSED) == (record.on_worker and self.paused)
             assert (record.transfer is not None) == (record.phase is Phase.SUSPENDING)
+            self._check_usable(record)
             assert record.home is None or record.phase in (Phase.QUEUED, Phase.SUSPENDED, Phase.SUSPENDING)
         for site in self.sites.values():
             if (process := site.addressed) is not None and not process.inbox:
                 assert process.paused == self.paused
         self.books.check(records, self.controller.accounts())
+        assert self.controller.staleness.tokens == self.books.behind
         self._check_pools(records)
         self._check_holds(records)
+
+    def _check_usable(self, record: Record) -> None:
+        """What is of no use any more is let go of as soon as the controller hears of it."""
+        recalling = record.transfer is not None and record.transfer.kind is Transfer.Kind.RECALL
+        assert record.home is None or recalling or self.may_use(record.home.written)
+        assert record.pooled.image is None or self.may_use(record.pooled.image.written)
 
     @property
     def settled(self) -> bool:
@@ -734,7 +858,13 @@ class World:
         self.unpause()
         self.end_collection()
         for _ in range(PATIENCE):
-            if all(ticket.done for ticket in self.tickets) and self._quiet():
+            if self.under_update is None:
+                break
+            if not self.go_on_with_update():
+                self._go_on()
+        assert self.under_update is None, self.controller.state(self.now)
+        for _ in range(PATIENCE):
+            if all(ticket.done for ticket in self.tickets) and self._quiet() and not self._waits_for_a_version():
                 break
             self._go_on()
         assert all(ticket.done for ticket in self.tickets)
@@ -789,6 +919,11 @@ class World:
         self.answer(0)
         self.wait(0)
         self.check()
+
+    def _waits_for_a_version(self) -> bool:
+        """Something does, and will fail."""
+        live = self.weights.version
+        return any(r.phase is Phase.QUEUED and not r.group.submission.admits(live) for r in self.records)
 
     def _quiet(self) -> bool:
         sites = self.sites.values()
