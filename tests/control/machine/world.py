@@ -152,6 +152,8 @@ class World:
         self.collected = False
         """A collection has come to its end."""
         self.sites = {worker: Site() for worker in WORKERS}
+        self.were_gone = False
+        """All of them, at some time, before more were added."""
         self.processes = itertools.count(1)
         self.held: defaultdict[tuple[NodeId, TrajectoryId], set[SegmentId]] = defaultdict(set)
         self.turns: dict[tuple[NodeId, TrajectoryId], Turn] = {}
@@ -801,7 +803,9 @@ class World:
         assert all(count <= self.room for count in Counter(running.values()).values())
         assert sum(self.controller.phases.values()) == len(records)
         assert self.controller.outstanding == len({r.trajectory_id for r in records} - self.books.handed_ids)
-        hopeless = self.settled and all(site.gone for site in self.sites.values())
+        gone = all(site.gone for site in self.sites.values())
+        self.were_gone |= gone
+        hopeless = self.settled and gone
         for record in records:
             assert record.phase is not Phase.QUEUED or not hopeless, "it waits for a worker and there is none"
             assert (record.phase is Phase.PAUSED) == (record.on_worker and self.paused)
@@ -887,7 +891,7 @@ class World:
         assert not any(self.held.values())
         for site in self.sites.values():
             assert site.process is None or not (site.process.tasks or site.process.left)
-        self.books.check_deliveries(no_worker_left=all(site.gone for site in self.sites.values()))
+        self.books.check_deliveries(no_worker_left=self.were_gone)
         self._check_counters()
 
     def _take_turns(self, *, collecting: bool) -> None:
