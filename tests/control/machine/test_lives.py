@@ -84,8 +84,8 @@ def drive(world: World, luck: Random) -> None:
                 multi_turn=luck.random() < 0.5,
                 partial=luck.random() < 0.3,
                 caller=luck.choice(["", "tool"]),
-                min_behind=luck.choice([None, None, None, 1, 0, -1]),
-                exact_behind=luck.choice([None, None, None, None, 1, 0, 0, -1]),
+                min_behind=luck.choice([1, 0, -1]) if luck.random() < 0.1 else None,
+                exact_behind=luck.choice([1, 0, 0, -1]) if luck.random() < 0.1 else None,
             )
         case 4 | 5:
             world.abort(some, luck.choice([*Keep]), luck.choice([*Then]))
@@ -123,9 +123,7 @@ def disturb(world: World, luck: Random, *, calm: bool) -> None:
         case 0:
             world.wait(luck.randrange(40))
         case 1:
-            world.update(luck.choice([*UpdateMode]), luck.choice([1, 1, 1, 2, 0, -1]))
-            while luck.random() < 0.6 and world.go_on_with_update():  # at once, as far as it can go
-                world.check()
+            replace_weights(world, luck)
         case 2 if world.history:
             world.repeat(luck.randrange(99))
         case 3 if not calm:
@@ -138,11 +136,19 @@ def disturb(world: World, luck: Random, *, calm: bool) -> None:
             world.answer(luck.randrange(99), twice=twice, timed_out=late, lost=lost)
 
 
+def replace_weights(world: World, luck: Random) -> None:
+    """An update begins, and goes on at once as far as luck and its mode let it."""
+    world.update(luck.choice([*UpdateMode]), luck.choice([1, 1, 1, 2, 0, -1]))
+    while luck.random() < 0.6 and world.go_on_with_update():
+        world.check()
+
+
 @given(seed=st.integers(0, 2**32))
 @settings(max_examples=60, deadline=None)
 def test_a_long_life_keeps_every_invariant_and_delivers_all(seed: int) -> None:
     luck = Random(seed)
     service, calm = world(luck), luck.random() < 0.5
+    update_rate = luck.choice([0.0, 0.05, 0.2])
     for _ in range(luck.randint(10, 120)):
         part = luck.random()
         if part < 0.4:
@@ -153,6 +159,8 @@ def test_a_long_life_keeps_every_invariant_and_delivers_all(seed: int) -> None:
             drive(service, luck)
         else:
             disturb(service, luck, calm=calm)
+        if luck.random() < update_rate:
+            replace_weights(service, luck)
         if luck.random() < 0.3:
             service.go_on_with_update(give_up=luck.random() < 0.05)
         service.check()

@@ -124,8 +124,8 @@ class ControllerInTheWorld(RuleBasedStateMachine):
         multi_turn=st.booleans(),
         partial=st.booleans(),
         caller=st.sampled_from(["", "tool"]),
-        min_behind=st.sampled_from([None, None, None, 1, 0, -1]),
-        exact_behind=st.sampled_from([None, None, None, None, 1, 0, 0, -1]),
+        min_behind=st.sampled_from([*[None] * 12, 1, 0, -1]),
+        exact_behind=st.sampled_from([*[None] * 12, 1, 0, 0, -1]),
     )
     def submit(self, n: int, budget: int, groups: int, twice: bool, **options: Any) -> None:
         self.world.submit(n=n, budget=budget, groups=groups, twice=twice, **options)
