@@ -154,13 +154,14 @@ class Engine:
     def replace_weights(self, weights: Weights, *, reusable: Set[WeightsId], in_place: bool) -> None:
         """The model has other weights from now on; KV that `reusable` ones wrote may be gone on with.
 
-        With `in_place` sequences that run on such KV do; otherwise all that run start again from their tokens.
+        With `in_place` sequences that run on such KV do; otherwise all that run start again from their tokens. So do
+        those that have none yet: what they are about to write belongs below another root of the prefix tree.
         """
         self._live.replace(weights, reusable)
         for sequence in reversed(list(self._scheduler.running_sequences())):  # the first waits first again
             restoring = self._admissions.get(sequence.key)
             known = restoring[0].known_tokens if restoring is not None else sequence.computed
-            if in_place and self._live.may_use(sequence.written.until(known)):
+            if in_place and known and self._live.may_use(sequence.written.until(known)):
                 sequence.change_weights(known, weights)
             elif restoring is not None:
                 sequence.outdated = True

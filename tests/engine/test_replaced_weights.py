@@ -6,6 +6,7 @@ from rollout.config import WriteBack
 from rollout.control.messages import Admitted, Parked, Preempted
 from rollout.engine.sequence import Status
 from rollout.kv.keys import Fingerprint, PageNames, root_key
+from rollout.kv.nodes import Node
 from rollout.kv.written import Written
 from rollout.types import Columns, Image, Keep, KVRun, NodeId, SegmentId, SegmentRun, TrajectoryId, Version, Weights
 from tests.engine.scripted import PAGE_TOKENS, Scripted, count_up
@@ -108,6 +109,24 @@ def test_what_runs_goes_on_in_place_at_any_step(steps: int) -> None:
     scripted.engine.release(key)
     scripted.run()
     assert scripted.cache.stats().free == scripted.cache.total
+
+
+def test_what_has_pages_but_no_kv_is_written_by_the_new_weights_for_others_to_find() -> None:
+    """The second of two prompts got its pages, and no place in the first chunk."""
+    scripted = Scripted(prefill_tokens=16)
+    for name in "ab":
+        scripted.submit(name, (ord(name), *PROMPT))
+    scripted.step()
+    assert [s.computed for s in scripted.engine._scheduler.running_sequences()] == [16, 0]
+    scripted.update(V1, max_lag=1, in_place=True)
+    scripted.steps(6)
+    assert parked(scripted, "b").written == written(scripted.parked("b").kv_tokens, V1)
+    trees = {name: sum(len(node.edge) for node in _below(root)) for name, root in scripted.cache._tree._roots.items()}
+    assert {name: nbytes // 4 for name, nbytes in trees.items()} == {WEIGHTS.weights_id: 16, V1.weights_id: 32}
+
+
+def _below(node: Node) -> list[Node]:
+    return [each for child in node.children.values() for each in (child, *_below(child))]
 
 
 def test_weights_that_were_replaced_twice_between_two_steps_wrote_nothing() -> None:
