@@ -23,9 +23,11 @@ from rollout.types import (
     Attempt,
     FinishReason,
     GroupId,
+    KVSpan,
     Resume,
     Trajectory,
     TrajectoryId,
+    Version,
     VersionRun,
     WorkerId,
 )
@@ -88,6 +90,22 @@ SCHEMA = pa.schema(
                         "versions": pa.list_(pa.struct({"version": pa.int64(), "tokens": pa.int32()})),
                         "reason": pa.string(),
                         "error": pa.string(),
+                    }
+                )
+            ),
+            nullable=False,
+        ),
+        # Which versions wrote the KV that output tokens were sampled on: tokens [first, stop), before which the KV of
+        # positions [start, stop) is of each version; what follows was written by what sampled them. Positions count the
+        # prompt.
+        pa.field(
+            "kv_spans",
+            pa.list_(
+                pa.struct(
+                    {
+                        "first": pa.int32(),
+                        "stop": pa.int32(),
+                        "kv": pa.list_(pa.struct({"start": pa.int32(), "stop": pa.int32(), "version": pa.int64()})),
                     }
                 )
             ),
@@ -253,6 +271,14 @@ def _row(trajectory: Trajectory) -> dict[str, Any]:
             }
             for attempt in trajectory.attempts
         ],
+        "kv_spans": [
+            {
+                "first": span.first,
+                "stop": span.stop,
+                "kv": [{"start": start, "stop": stop, "version": version} for start, stop, version in span.kv],
+            }
+            for span in trajectory.kv_spans
+        ],
     }
 
 
@@ -273,11 +299,17 @@ def _trajectory(row: dict[str, Any]) -> Trajectory:
         "workers": tuple(WorkerId(worker) for worker in row["workers"]),
         "resumes": tuple(Resume(**resume) for resume in row["resumes"]),
         "metadata": json.loads(row["metadata"]),
-        # A file of before has neither.
+        # A file of before has none of these.
         "abort_reason": None if stopped is None else AbortReason(stopped),
         "attempts": tuple(_attempt(attempt) for attempt in row.get("attempts", ())),
+        "kv_spans": tuple(_span(span) for span in row.get("kv_spans", ())),
     }
     return Trajectory(**values)
+
+
+def _span(row: dict[str, Any]) -> KVSpan:
+    kv = tuple((run["start"], run["stop"], Version(run["version"])) for run in row["kv"])
+    return KVSpan(first=row["first"], stop=row["stop"], kv=kv)
 
 
 def _attempt(row: dict[str, Any]) -> Attempt:

@@ -102,6 +102,14 @@ class UpdateMode(StrEnum):
     """They end before; nothing starts until then."""
 
 
+class MemoryOf(StrEnum):
+    """What memory of a worker can be given back."""
+
+    KV = "kv"
+    """The pages, on the device and in host memory."""
+    WEIGHTS = "weights"
+
+
 class PausedBy(StrEnum):
     """Who has the workers run no step; they run again when nobody does."""
 
@@ -152,6 +160,8 @@ class AbortReason(StrEnum):
     """The version that it asked for is not live any more."""
     WEIGHTS = "weights"
     """Other weights are being loaded (mode `suspend`)."""
+    RELEASE = "release"
+    """Its worker gives memory back."""
 
 
 class Priority(StrEnum):
@@ -545,6 +555,32 @@ class DrainReport:
     """Trajectories that were on it, or had KV on it, when it was asked for."""
     empty: bool = True
     """Nothing is left on it, and its process was ended; otherwise the drain goes on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlushReport:
+    """KV that was dropped, in bytes; what running trajectories use stays."""
+
+    device_bytes: int = 0
+    host_bytes: int = 0
+    pool_bytes: int = 0
+
+    def __add__(self, other: "FlushReport") -> "FlushReport":
+        return FlushReport(
+            device_bytes=self.device_bytes + other.device_bytes,
+            host_bytes=self.host_bytes + other.host_bytes,
+            pool_bytes=self.pool_bytes + other.pool_bytes,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReleaseReport:
+    """Memory that workers gave back."""
+
+    nbytes: dict[WorkerId, int]
+    """Bytes, by worker."""
+    suspended: tuple[TrajectoryId, ...] = ()
+    """Trajectories that ran there, or had KV there: it is in the pool now, or is computed again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

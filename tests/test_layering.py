@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 LAYERS = (
     ("errors",),
     ("types",),
-    ("config", "metrics"),
+    ("config", "memory", "metrics"),
     ("attention", "native", "kv", "control", "store", "text", "transport"),
     ("model",),
     ("engine",),

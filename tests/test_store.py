@@ -23,6 +23,7 @@ from rollout.types import (
     Attempt,
     FinishReason,
     GroupId,
+    KVSpan,
     Resume,
     Trajectory,
     TrajectoryId,
@@ -35,7 +36,7 @@ from rollout.types import (
 COLUMNS = [
     *("group_id", "sample_index", "trajectory_id", "seed", "prompt_ids", "output_ids", "logprobs", "versions"),
     *("finish_reason", "suspensions", "workers", "error", "resumes", "submitted_at", "finished_at", "metadata"),
-    *("abort_reason", "attempts"),
+    *("abort_reason", "attempts", "kv_spans"),
 ]
 
 INT32 = st.integers(0, 2**31 - 1)
@@ -71,6 +72,8 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         restored_tokens=INT32,
         recomputed_tokens=INT32,
     )
+    run = st.tuples(INT32, INT32, st.integers(-(2**63), 2**63 - 1).map(Version))
+    span = st.builds(KVSpan, first=INT32, stop=INT32, kv=st.lists(run, max_size=2).map(tuple))
     return Trajectory(
         trajectory_id=TrajectoryId(draw(st.text())),
         group_id=GroupId(draw(st.text())),
@@ -90,6 +93,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         metadata=draw(st.dictionaries(st.text(), JSON, max_size=3)),
         abort_reason=draw(st.none() | st.sampled_from(AbortReason)),
         attempts=tuple(draw(st.lists(attempt, max_size=2))),
+        kv_spans=tuple(draw(st.lists(span, max_size=2))),
     )
 
 
@@ -166,7 +170,7 @@ def test_what_was_appended_keeps_its_place_in_the_loss_mask(tmp_path: Path) -> N
 def test_a_file_without_the_columns_that_were_added_later_is_read(tmp_path: Path) -> None:
     write_trajectories(tmp_path / "t.parquet", [trajectory(abort_reason=AbortReason.TAIL)])
     table = pq.read_table(tmp_path / "t.parquet")
-    pq.write_table(table.drop_columns(["abort_reason", "attempts"]), tmp_path / "old.parquet")
+    pq.write_table(table.drop_columns(["abort_reason", "attempts", "kv_spans"]), tmp_path / "old.parquet")
     assert read_trajectories(tmp_path / "old.parquet") == [trajectory()]
 
 

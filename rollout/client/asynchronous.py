@@ -30,9 +30,12 @@ from rollout.types import (
     Delivery,
     DiscardReport,
     DrainReport,
+    FlushReport,
     GroupId,
     Keep,
+    MemoryOf,
     Priority,
+    ReleaseReport,
     ResumeReport,
     SamplingParams,
     Then,
@@ -386,6 +389,47 @@ class AsyncRollout:
             sending.add_done_callback(lambda sent: sent.cancelled() or sent.exception())
         return report
 
+    async def flush(self) -> FlushReport:
+        """Drop all KV that no running trajectory uses, in every tier; suspended trajectories compute it again."""
+        report: FlushReport = await self._call(self._controller.flush)
+        return report
+
+    async def release_memory(
+        self,
+        what: MemoryOf | str | Sequence[MemoryOf | str] = (MemoryOf.KV, MemoryOf.WEIGHTS),
+        *,
+        workers: Sequence[str] | None = None,
+        timeout_s: float = 60.0,
+    ) -> ReleaseReport:
+        """Have workers (default: all) give memory back to the system, for a trainer on the same machine.
+
+        What is on them is suspended and goes to the pool, from where other workers, or they themselves after
+        `reclaim_memory`, go on with it. Raises `UnknownWorkerError`, or `DeadlineError` if pages are still in use
+        then: the workers go on.
+        """
+        timeout_s = _seconds(timeout_s)
+        report: ReleaseReport = await self._call(
+            self._controller.release_memory, *(_memory(what), workers, timeout_s), timeout_s=timeout_s + CALL_S
+        )
+        return report
+
+    async def reclaim_memory(
+        self,
+        what: MemoryOf | str | Sequence[MemoryOf | str] = (MemoryOf.KV, MemoryOf.WEIGHTS),
+        *,
+        workers: Sequence[str] | None = None,
+        timeout_s: float = 60.0,
+    ) -> None:
+        """Have workers take memory again, and load the live weights; those that have all of it go on.
+
+        `update_weights` takes memory for weights by itself. Raises `UnknownWorkerError`, `WeightsSourceError` if the
+        live weights cannot be had any more, so that an update is needed, or `DeadlineError`.
+        """
+        timeout_s = _seconds(timeout_s)
+        await self._call(
+            self._controller.reclaim_memory, *(_memory(what), workers, timeout_s), timeout_s=timeout_s + CALL_S
+        )
+
     async def add_workers(self, count: int = 1) -> tuple[WorkerId, ...]:
         """Start more workers like the others; returns their names once they have loaded the model.
 
@@ -466,6 +510,10 @@ def _names(ids: Ids) -> list[str] | None:
     if not all(isinstance(name, str) for name in names):
         raise InvalidArgumentError(f"ids: got {ids!r:.80}, allowed: ids of trajectories or groups, or ALL")
     return names
+
+
+def _memory(what: MemoryOf | str | Sequence[MemoryOf | str]) -> set[MemoryOf]:
+    return {_one_of(MemoryOf, "what", each) for each in ([what] if isinstance(what, str) else what)}
 
 
 def _one_of(kind: type[E], name: str, value: str) -> E:

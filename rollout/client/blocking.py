@@ -19,9 +19,12 @@ from rollout.types import (
     Delivery,
     DiscardReport,
     DrainReport,
+    FlushReport,
     GroupId,
     Keep,
+    MemoryOf,
     Priority,
+    ReleaseReport,
     ResumeReport,
     SamplingParams,
     Then,
@@ -160,6 +163,30 @@ class Rollout:
     ) -> UpdateReport:
         """As `AsyncRollout.update_weights`; `source` is read on another thread."""
         return self._run(self.aio.update_weights(source, version, mode=mode, delta=delta, timeout_s=timeout_s))
+
+    def flush(self) -> FlushReport:
+        """As `AsyncRollout.flush`."""
+        return self._run(self.aio.flush())
+
+    def release_memory(
+        self,
+        what: MemoryOf | str | Sequence[MemoryOf | str] = (MemoryOf.KV, MemoryOf.WEIGHTS),
+        *,
+        workers: Sequence[str] | None = None,
+        timeout_s: float = 60.0,
+    ) -> ReleaseReport:
+        """As `AsyncRollout.release_memory`."""
+        return self._run(self.aio.release_memory(what, workers=workers, timeout_s=timeout_s))
+
+    def reclaim_memory(
+        self,
+        what: MemoryOf | str | Sequence[MemoryOf | str] = (MemoryOf.KV, MemoryOf.WEIGHTS),
+        *,
+        workers: Sequence[str] | None = None,
+        timeout_s: float = 60.0,
+    ) -> None:
+        """As `AsyncRollout.reclaim_memory`."""
+        self._run(self.aio.reclaim_memory(what, workers=workers, timeout_s=timeout_s))
 
     def add_workers(self, count: int = 1) -> tuple[WorkerId, ...]:
         """As `AsyncRollout.add_workers`."""

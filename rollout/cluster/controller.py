@@ -9,7 +9,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,8 @@ from rollout.cluster.background import Background
 from rollout.cluster.calls import one_line
 from rollout.cluster.description import ServiceDescription, WorkerDescription
 from rollout.cluster.orders import Orders
+from rollout.cluster.provision import Provision
+from rollout.cluster.releases import Releases
 from rollout.cluster.supervision import Supervisor
 from rollout.cluster.updater import Updater
 from rollout.cluster.weights import Parcel
@@ -36,8 +38,11 @@ from rollout.types import (
     Delivery,
     DiscardReport,
     DrainReport,
+    FlushReport,
     Keep,
+    MemoryOf,
     NodeId,
+    ReleaseReport,
     ResumeReport,
     Then,
     Trajectory,
@@ -96,14 +101,18 @@ class ControllerActor:
             groups=config.groups,
             versions=config.weights,
         )
+        provision = Provision(config.model.path, self._described[0].digest, self._workers)
+        until = partial(self._until, progress=False)
         self._updater = Updater(
             self._core,
             self._workers,
             handle=self._handle,
             carry_out=self._carry_out,
-            until=partial(self._until, progress=False),
+            until=until,
+            provision=provision,
             admit_s=config.cluster.start_timeout_s,
         )
+        self._releases = Releases(self._core, self._workers, self._updater, carry_out=self._carry_out, until=until)
         self._decisions = 0
         """How many were logged."""
         self._changed = asyncio.Event()
@@ -261,6 +270,33 @@ class ControllerActor:
         """
         return await self._updater.update(parcel, version, mode, timeout_s, delta=delta)
 
+    async def flush(self) -> FlushReport:
+        """Drop all KV that no running trajectory uses, everywhere."""
+        pools = list(self._workers.pools.values())
+        before = await asyncio.gather(*(self._ask(pool.stored) for pool in pools))
+        self._carry_out(self._core.flush(time.time()))
+        serving = self._workers.serving.values()
+        reports = await asyncio.gather(*(self._ask(worker.flush, incarnation) for worker, incarnation in serving))
+        after = await asyncio.gather(*(self._ask(pool.stored) for pool in pools))
+        dropped = sum(max(0, old - new) for old, new in zip(before, after, strict=True) if None not in (old, new))
+        return sum((report for report in reports if report is not None), FlushReport(pool_bytes=dropped))
+
+    async def release_memory(
+        self, what: Set[MemoryOf], workers: Sequence[WorkerId] | None, timeout_s: float
+    ) -> ReleaseReport:
+        """Have workers (None: all) give memory back; what is on them is suspended and goes on elsewhere, or later.
+
+        Raises `UnknownWorkerError` or `DeadlineError`; then they go on as before.
+        """
+        return await self._releases.release(what, workers, timeout_s)
+
+    async def reclaim_memory(self, what: Set[MemoryOf], workers: Sequence[WorkerId] | None, timeout_s: float) -> None:
+        """Have them take it again; with all of it, and the live weights, they go on.
+
+        Raises `WeightsSourceError` if the live weights cannot be had: then they go on with an update.
+        """
+        await self._releases.reclaim(what, workers, timeout_s)
+
     async def _admit(self, actor: Any, described: WorkerDescription) -> None:
         await self._updater.admit(actor, described)
 
@@ -374,10 +410,10 @@ class ControllerActor:
             state = json.dumps(self._core.state(now), indent=2)
             raise StalledError(f"nothing went on for {most:g} s (driver.stall_timeout_s)", state=state)
 
-    async def _ask(self, method: Any) -> Any:
+    async def _ask(self, method: Any, *args: Any) -> Any:
         try:
             async with asyncio.timeout(CALL_S):
-                return await method.remote()
+                return await method.remote(*args)
         except (RayError, TimeoutError):
             return None
 

@@ -32,6 +32,8 @@ class WorkerDescription:
     """That it loaded by itself."""
     weights_bytes: int
     """Of all its weights."""
+    digest: str
+    """Of these."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

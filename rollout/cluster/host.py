@@ -28,15 +28,20 @@ from rollout.engine.engine import IDLE_S
 from rollout.errors import DeadlineError, RequestError, WeightsSourceError
 from rollout.kv.image import Buffer, Manifest, describe, join
 from rollout.kv.restore import ImageReader
+from rollout.kv.tiers import Tier
 from rollout.metrics import WorkerStats
+from rollout.model.digest import weights_digest
 from rollout.model.spec import read_spec
 from rollout.model.weights import check_weights, stream_weights, weights_bytes, write_weights
 from rollout.transport.source import WeightsSource
-from rollout.types import Keep, NodeId, SequenceKey, Weights, WeightsId, WorkerId
+from rollout.types import FlushReport, Keep, MemoryOf, NodeId, SequenceKey, Weights, WeightsId, WorkerId
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+IN_USE_S = 0.02
+"""Pause between two looks at whether pages are still in use."""
 
 
 class Host:
@@ -90,10 +95,13 @@ class Host:
             max_running=config.engine.max_running,
             weights=weights,
             weights_bytes=weights_bytes(assembled.decoder),
+            digest=assembled.digest,
         )
         self._decoder = assembled.decoder
         self._fenced = False
         """Its weights may be a mixture: it serves nothing any more."""
+        self._lacks_weights = False
+        """Their memory was given back since they were loaded."""
         self._prepared: tuple[str, WeightsSource] | None = None
         self._changed = threading.Condition()
         self._outbox: list[WorkerEvent] = []
@@ -164,6 +172,9 @@ class Host:
         Raises `WeightsError` or `UnsupportedModelError`.
         """
         self.drop_weights()
+        if source.manifest.delta and self._lacks_weights:
+            source.close()
+            raise WeightsSourceError(f"{self._worker}: got some tensors, allowed: all, as it gave its memory back")
         try:
             check_weights(self._decoder, source.manifest.described(), partial=source.manifest.delta)
             source.verify()
@@ -184,10 +195,11 @@ class Host:
 
         def replace() -> None:
             self._fenced = True
+            self._decoder.reclaim()
             write_weights(self._decoder, source.tensors())
             self._engine.replace_weights(weights, reusable=reusable, in_place=in_place)
             self._weights = weights
-            self._fenced = False
+            self._fenced = self._lacks_weights = False
 
         try:
             self._between_steps(replace)
@@ -198,6 +210,51 @@ class Host:
     def read_weights(self, read: Callable[[Iterator[tuple[str, Tensor]]], T]) -> tuple[Weights, T]:
         """Have `read` read all weights between two steps; what it made of which."""
         return self._between_steps(lambda: (self._weights, read(stream_weights(self._decoder))))
+
+    def digest_weights(self) -> str:
+        """Of what is held now."""
+        return self._between_steps(lambda: weights_digest(stream_weights(self._decoder)))
+
+    def flush(self) -> FlushReport:
+        """Free all KV that nobody uses just now, between two steps."""
+        pages = self._between_steps(self._engine.flush)
+        page_bytes = self._storage.page_bytes
+        return FlushReport(device_bytes=pages[Tier.DEVICE] * page_bytes, host_bytes=pages[Tier.HOST] * page_bytes)
+
+    def empty(self, timeout_s: float) -> None:
+        """Free all pages, waiting for whoever still reads some. Raises `DeadlineError`."""
+        deadline = time.monotonic() + timeout_s
+        while not self._between_steps(self._emptied):
+            if time.monotonic() >= deadline:
+                raise DeadlineError(f"{self._worker}: pages were still in use after {timeout_s:g} s")
+            time.sleep(IN_USE_S)
+
+    def release_memory(self, what: Set[MemoryOf]) -> int:
+        """Give memory, of which none is in use, back to the system; the bytes given back. Nothing may be started until
+        `reclaim_memory`."""
+        return self._between_steps(lambda: self._release(what))
+
+    def reclaim_memory(self, what: Set[MemoryOf]) -> bool:
+        """Take it again; whether weights must be loaded, which hold anything now."""
+        return self._between_steps(lambda: self._reclaim(what))
+
+    def _emptied(self) -> bool:
+        self._engine.flush()
+        return self._engine.empty
+
+    def _release(self, what: Set[MemoryOf]) -> int:
+        nbytes = self._storage.release() if MemoryOf.KV in what else 0
+        if MemoryOf.WEIGHTS in what:
+            nbytes += self._decoder.release()
+            self._lacks_weights = True
+        return nbytes
+
+    def _reclaim(self, what: Set[MemoryOf]) -> bool:
+        if MemoryOf.KV in what:
+            self._storage.reclaim()
+        if MemoryOf.WEIGHTS in what:
+            self._decoder.reclaim()
+        return self._lacks_weights
 
     def _between_steps(self, do: Callable[[], T]) -> T:
         """Have the engine's thread do this, and wait for it, however long the step before takes."""

@@ -182,6 +182,10 @@ class Pool:
         """Bytes that may be stored without giving anything up."""
         return self._ledger.free
 
+    async def stored(self) -> int:
+        """Bytes of KV that it holds."""
+        return self._ledger.stored
+
     async def spilled(self) -> int | None:
         """Bytes that Ray has moved from this node's store to disk, as far as seen; None if that is not known."""
         if time.monotonic() >= self._looked + LOOK_S:

@@ -9,28 +9,30 @@ that comes up: `admit` is the only way into service.
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayActorError, RayError
 
 from rollout.cluster.calls import one_line
 from rollout.cluster.description import WorkerDescription
+from rollout.cluster.provision import Provision
 from rollout.cluster.supervision import Supervisor
-from rollout.cluster.weights import BroadcastWeights, Parcel
+from rollout.cluster.weights import Parcel
 from rollout.control.commands import Command
 from rollout.control.controller import Controller
 from rollout.control.messages import Event, WeightsLive, WorkerUp
-from rollout.errors import DeadlineError, WeightsSourceError, WeightsUpdateError
-from rollout.types import UpdateMode, UpdateReport, Version, Weights, WeightsId, WorkerId
+from rollout.errors import DeadlineError, WeightsUpdateError
+from rollout.types import MemoryOf, UpdateMode, UpdateReport, Version, Weights, WeightsId, WorkerId
 
 logger = logging.getLogger(__name__)
 
-PEER_BUCKET_BYTES = 32 << 20
-"""Of weights that one worker gives to another."""
+Until = Callable[[Callable[[], bool], float], Awaitable[None]]
+"""Waits for what events bring about, for so many seconds at most."""
 
 
 class Updater:
@@ -43,20 +45,21 @@ class Updater:
         *,
         handle: Callable[[Event], None],
         carry_out: Callable[[Sequence[Command]], None],
-        until: Callable[[Callable[[], bool], float], Awaitable[None]],
+        until: Until,
+        provision: Provision,
         admit_s: float,
     ) -> None:
-        """`until` waits for what events bring about; `admit_s` is what a new worker has to load the live weights."""
+        """`admit_s` is what a new worker has to load the live weights."""
         self._core = core
         self._workers = workers
         self._handle = handle
         self._carry_out = carry_out
         self._until = until
         self._admit_s = admit_s
-        self._turn = asyncio.Lock()
-        self._live: tuple[Parcel, ...] | None = ()
-        """What makes the live weights of those that workers load by themselves, in this order; None if that was sent
-        once."""
+        self._lock = asyncio.Lock()
+        self.provision = provision
+        self.released: dict[WorkerId, set[MemoryOf]] = {}
+        """What workers gave back, so that nothing starts on them."""
 
     async def update(
         self, parcel: Parcel, version: Version, mode: UpdateMode, timeout_s: float, *, delta: bool
@@ -67,26 +70,34 @@ class Updater:
         the old weights then.
         """
         deadline = time.monotonic() + timeout_s
+        async with self.turn(timeout_s, f"version {version}"):
+            return await self._update(parcel, version, mode, deadline, delta=delta)
+
+    @contextlib.asynccontextmanager
+    async def turn(self, timeout_s: float, what: str) -> AsyncIterator[None]:
+        """Nobody else changes weights, or the memory of workers. Raises `DeadlineError`."""
         try:
             async with asyncio.timeout(timeout_s):
-                await self._turn.acquire()
+                await self._lock.acquire()
         except TimeoutError:
-            raise DeadlineError(f"version {version}: another update went on for {timeout_s:g} s") from None
+            raise DeadlineError(
+                f"{what}: another update, or a release of memory, went on for {timeout_s:g} s"
+            ) from None
         try:
-            return await self._update(parcel, version, mode, deadline, delta=delta)
+            yield
         finally:
-            self._turn.release()
+            self._lock.release()
 
     async def admit(self, actor: Any, described: WorkerDescription) -> None:
         """Take a worker that has come up into service, with the live weights.
 
         Raises `RayError`, `WeightsError` or `TimeoutError`; it does not serve then.
         """
-        async with self._turn:
-            live = self._core.weights
-            if described.weights != live:
-                async with asyncio.timeout(self._admit_s):
-                    await self._bring_up_to_date(actor, described.incarnation, live)
+        async with self._lock:
+            async with asyncio.timeout(self._admit_s):
+                await self.provision.to_new(actor, described, self._core.weights)
+                if released := self.released.get(described.worker):
+                    await actor.release_memory.remote(described.incarnation, released)
             self._workers.serve(described.worker)
             self._handle(
                 WorkerUp(
@@ -97,26 +108,17 @@ class Updater:
                 )
             )
 
-    async def _bring_up_to_date(self, actor: Any, incarnation: str, live: Weights) -> None:
-        """Give a worker the live weights: as they came, if that can be read again, or else from one that has them."""
-        if self._live is not None:
-            try:
-                for parcel in self._live:
-                    await self._load(actor, incarnation, parcel, live)
-                return
-            except RayTaskError as error:
-                logger.warning("the live weights cannot be read as they came: %s", one_line(error))
-        peer = next(iter(self._workers.serving.values()), None)
-        if peer is None:
-            raise WeightsSourceError(f"nobody has the live weights, version {live.version}: update them again")
-        held, parcel = await peer[0].share_weights.remote(peer[1], PEER_BUCKET_BYTES)
-        assert held == live, f"a worker in service has {held}, not {live}"
-        await self._load(actor, incarnation, parcel, live)
+    def has_weights(self, worker: WorkerId) -> None:
+        """It has the live ones, and memory for them."""
+        self.provision.lacking.discard(worker)
+        if worker in self.released:
+            self.released[worker].discard(MemoryOf.WEIGHTS)
 
-    async def _load(self, actor: Any, incarnation: str, parcel: Parcel, live: Weights) -> None:
-        name = uuid.uuid4().hex
-        await actor.prepare_weights.remote(incarnation, name, parcel, 1, 2)
-        await actor.commit_weights.remote(incarnation, name, live, frozenset({live.weights_id}), False)
+    def is_whole(self, worker: WorkerId) -> None:
+        """Things may start on it if it has all its memory again."""
+        if worker in self.released and not self.released[worker]:
+            del self.released[worker]
+            self._carry_out(self._core.reclaim([worker], time.time()))
 
     async def _update(
         self, parcel: Parcel, version: Version, mode: UpdateMode, deadline: float, *, delta: bool
@@ -138,10 +140,11 @@ class Updater:
                 self._workers.fence(worker)
             if not committed:
                 raise WeightsUpdateError(f"version {version}: no worker loaded it: {_listed(failures)}")
-            before_it = self._live if delta else ()
-            sent_once = isinstance(parcel, BroadcastWeights) or before_it is None
-            self._live = None if before_it is None or sent_once else (*before_it, parcel)
+            self.provision.updated(parcel, delta=delta)
             self._handle(WeightsLive(weights=weights))
+            for worker in committed:
+                self.has_weights(worker)
+                self.is_whole(worker)
         finally:
             self._carry_out(self._core.end_update(time.time()))
         return UpdateReport(

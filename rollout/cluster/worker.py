@@ -20,7 +20,7 @@ from rollout.control.commands import Assignment
 from rollout.errors import SegmentMissingError, WorkerLostError
 from rollout.kv.image import Buffer, Manifest
 from rollout.metrics import WorkerStats
-from rollout.types import Keep, NodeId, SequenceKey, Weights, WeightsId, WorkerId
+from rollout.types import FlushReport, Keep, MemoryOf, NodeId, SequenceKey, Weights, WeightsId, WorkerId
 
 GROUPS = {"control": 1, "events": 1, "data": 2, "weights": 1}
 """Threads of each concurrency group; one for `control` keeps commands in order."""
@@ -141,6 +141,31 @@ class Worker:
     def share_weights(self, incarnation: str, bucket_bytes: int) -> tuple[Weights, StoredWeights]:
         """What this worker has, put into the object store for one that comes up; decoding waits meanwhile."""
         return self._the_same(incarnation).read_weights(lambda held: put_weights(held, bucket_bytes, delta=False))
+
+    @ray.method(concurrency_group="weights")
+    def digest_weights(self, incarnation: str) -> str:
+        """Of what this worker has."""
+        return self._the_same(incarnation).digest_weights()
+
+    @ray.method(concurrency_group="weights")
+    def flush(self, incarnation: str) -> FlushReport:
+        """Free all KV that nobody uses just now."""
+        return self._the_same(incarnation).flush()
+
+    @ray.method(concurrency_group="weights")
+    def empty(self, incarnation: str, timeout_s: float) -> None:
+        """Free all pages. Raises `DeadlineError` if some are still in use then."""
+        self._the_same(incarnation).empty(timeout_s)
+
+    @ray.method(concurrency_group="weights")
+    def release_memory(self, incarnation: str, what: Set[MemoryOf]) -> int:
+        """Give memory back to the system; the bytes given back."""
+        return self._the_same(incarnation).release_memory(what)
+
+    @ray.method(concurrency_group="weights")
+    def reclaim_memory(self, incarnation: str, what: Set[MemoryOf]) -> bool:
+        """Take it again; whether weights must be loaded."""
+        return self._the_same(incarnation).reclaim_memory(what)
 
     @ray.method(concurrency_group="weights")
     def drop_weights(self, incarnation: str, name: str) -> None:

@@ -13,7 +13,7 @@ what workers and pools hold is a cache of them. Invariants:
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rollout.config import AbortConfig, GroupsConfig, ResumeConfig, WeightsConfig
@@ -245,6 +245,34 @@ class Controller:
         moved, commands = self._members.drain(worker, now)
         return moved, commands + self._settled(now)
 
+    def release(self, workers: Iterable[WorkerId], now: float) -> tuple[tuple[TrajectoryId, ...], list[Command]]:
+        """Workers give memory back: what is on them moves to the pool, and nothing starts there until `reclaim`."""
+        moved: list[TrajectoryId] = []
+        commands: list[Command] = []
+        for worker in workers:
+            there, more = self._members.release(worker, now)
+            moved += there
+            commands += more
+        return tuple(moved), commands + self._settled(now)
+
+    def reclaim(self, workers: Iterable[WorkerId], now: float) -> list[Command]:
+        """They have their memory again."""
+        for worker in workers:
+            self._members.reclaim(worker)
+        return self._settled(now)
+
+    def is_empty(self, worker: WorkerId) -> bool:
+        """Whether nothing runs on a worker, or has KV there."""
+        return self._members.is_empty(worker)
+
+    def flush(self, now: float) -> list[Command]:
+        """Give up all KV of trajectories that do not run: they compute it again."""
+        commands: list[Command] = []
+        for record in self._groups.records():
+            if not record.over:
+                commands += self._suspensions.forget_kv(record)
+        return commands + self._settled(now)
+
     def is_retired(self, worker: WorkerId) -> bool:
         """Whether it was drained and nothing was left on it."""
         return self._members.is_retired(worker)
@@ -340,7 +368,8 @@ class Controller:
 
     def stalled_s(self, now: float) -> float:
         """For how long nothing went on although something could; 0 if nothing can."""
-        may = self.busy and not (self._fleet.paused or self._fleet.held) and bool(self._fleet.workers)
+        serving = any(not worker.released for worker in self._fleet.workers)
+        may = self.busy and serving and not (self._fleet.paused or self._fleet.held)
         return now - self._moved_at if may else 0.0
 
     def state(self, now: float) -> dict[str, Any]:
@@ -354,6 +383,7 @@ class Controller:
                     "running": sorted(worker.running),
                     "max_running": worker.max_running,
                     "draining": worker.draining,
+                    "released": worker.released,
                 }
                 for worker in self._fleet.workers
             },

@@ -39,6 +39,8 @@ class Worker:
     """KV of suspended trajectories that was left on the device, in tokens; it may have been evicted since."""
     draining: bool = False
     """It is being taken out of service: nothing starts on it."""
+    released: bool = False
+    """It has given memory back, or is about to: nothing starts on it."""
     _lost_share: float = 0.0
     _lost_at: float = 0.0
     _groups: dict[GroupId, None] = field(default_factory=dict)
@@ -47,7 +49,12 @@ class Worker:
 
     @property
     def room(self) -> int:
-        return 0 if self.draining else self.max_running - len(self.running)
+        return 0 if self.leaving else self.max_running - len(self.running)
+
+    @property
+    def leaving(self) -> bool:
+        """What is on it is to go elsewhere."""
+        return self.draining or self.released
 
     @property
     def turnover_tokens_s(self) -> float:
@@ -211,7 +218,7 @@ class Fleet:
                 yield self._assign(record, best)
                 if not (free := self._free()):
                     return
-            elif home in free or home.draining or self._waited(record, now):
+            elif home in free or home.leaving or self._waited(record, now):
                 self.dequeue(record)
                 self._stranded.append(record)
 

@@ -26,6 +26,7 @@ class Membership:
         self._stops = stops
         self._retired: set[WorkerId] = set()
         self._paused_by: set[PausedBy] = set()
+        self._released: set[WorkerId] = set()
 
     # Coming and going ---------------------------------------------------------------------------------
 
@@ -36,7 +37,7 @@ class Membership:
         commands = self._lose(worker, "its process was restarted", now) if worker is not None else []
         if event.worker in self._retired:
             return commands  # it was being drained
-        self._fleet.join(event)
+        self._fleet.join(event).released = event.worker in self._released
         if self._fleet.paused:
             commands.append(Pause(worker=event.worker))
         return commands
@@ -143,25 +144,26 @@ class Membership:
         worker = self._fleet.get(worker_id)
         assert worker is not None, f"{worker_id} is not up"
         worker.draining = True
+        return self._empty(worker, AbortReason.DRAIN, now)
+
+    def _empty(self, worker: Worker, reason: AbortReason, now: float) -> tuple[tuple[TrajectoryId, ...], list[Command]]:
         commands: list[Command] = []
         moved: list[TrajectoryId] = []
         for record in self._roster.groups.records():
-            here = record.home is not None and record.home.worker == worker_id
+            here = record.home is not None and record.home.worker == worker.worker_id
             if record.trajectory_id in worker.running or here:
                 moved.append(record.trajectory_id)
-                commands += self._move_away(record, now)
+                commands += self._move_away(record, reason, now)
         return tuple(moved), commands
 
     def retire(self, now: float) -> list[Command]:
         """Let go of drained workers on which nothing is left."""
         commands: list[Command] = []
         for worker in self._fleet.workers:
-            if not worker.draining:
-                continue
-            if self._is_empty(worker):
+            if worker.draining and self._is_empty(worker):
                 self._fleet.drop(worker.worker_id)
                 commands += self._let_go(worker, now)
-            else:
+            elif worker.leaving:
                 commands += self._move_remnants(worker, now)
         return commands
 
@@ -174,24 +176,45 @@ class Membership:
     def is_retired(self, worker_id: WorkerId) -> bool:
         return worker_id in self._retired
 
+    def release(self, worker_id: WorkerId, now: float) -> tuple[tuple[TrajectoryId, ...], list[Command]]:
+        """A worker gives memory back: nothing starts there until `reclaim`, what is there moves elsewhere."""
+        self._released.add(worker_id)
+        worker = self._fleet.get(worker_id)
+        if worker is None:
+            return (), []
+        worker.released = True
+        return self._empty(worker, AbortReason.RELEASE, now)
+
+    def reclaim(self, worker_id: WorkerId) -> None:
+        self._released.discard(worker_id)
+        worker = self._fleet.get(worker_id)
+        if worker is not None:
+            worker.released = False
+
+    def is_empty(self, worker_id: WorkerId) -> bool:
+        """Whether nothing runs on it, or has KV there."""
+        worker = self._fleet.get(worker_id)
+        return worker is None or self._is_empty(worker)
+
     def _is_empty(self, worker: Worker) -> bool:
         """Nothing runs on it, has KV there, or is about to have KV sent from there."""
         places = (place for record in self._roster.groups.records() for place in (record.home, record.transfer))
         return not worker.running and all(place is None or place.worker != worker.worker_id for place in places)
 
     def _move_remnants(self, worker: Worker, now: float) -> list[Command]:
-        """What came to be kept there since it is drained."""
+        """What came to be kept there since it is to be empty."""
+        reason = AbortReason.DRAIN if worker.draining else AbortReason.RELEASE
         commands: list[Command] = []
         for record in self._roster.groups.records():
             if record.home is not None and record.home.worker == worker.worker_id:
-                commands += self._move_away(record, now)
+                commands += self._move_away(record, reason, now)
         return commands
 
-    def _move_away(self, record: Record, now: float) -> list[Command]:
+    def _move_away(self, record: Record, reason: AbortReason, now: float) -> list[Command]:
         """To the pool, and then what was to come; what cannot be moved is computed again elsewhere."""
         if record.on_worker:
             if record.intent is None:
-                return self._stops.fire(record, AbortReason.DRAIN, now)
+                return self._stops.fire(record, reason, now)
             if record.intent.keep is not Keep.NONE:
                 record.intent = replace(record.intent, keep=Keep.POOL)
             return []
@@ -203,7 +226,7 @@ class Membership:
         record.moved_from = home.worker
         waits = record.phase is Phase.QUEUED
         then = Then.REQUEUE if waits else Then.HOLD
-        intent = Intent(keep=Keep.POOL, then=then, reason=record.abort_reason or AbortReason.DRAIN)
+        intent = Intent(keep=Keep.POOL, then=then, reason=record.abort_reason or reason)
         if waits:
             self._fleet.dequeue(record)
             record.enter(Phase.SUSPENDED)

@@ -43,6 +43,7 @@ DEFAULTS = {
     AbortReason.PRIORITY: (Keep.AUTO, Then.REQUEUE),
     AbortReason.DRAIN: (Keep.POOL, Then.REQUEUE),
     AbortReason.WEIGHTS: (Keep.AUTO, Then.REQUEUE),
+    AbortReason.RELEASE: (Keep.POOL, Then.REQUEUE),
     AbortReason.GROUP_FAILED: (Keep.NONE, Then.FINISH),
 }
 """Of what stops trajectories without a policy of its own."""

@@ -89,7 +89,7 @@ class Stops:
         running = [
             record
             for worker in self._roster.fleet.workers
-            if not worker.draining
+            if not worker.leaving
             for trajectory_id in worker.running
             if (record := self._roster.groups.get(trajectory_id)) is not None
         ]

@@ -333,6 +333,10 @@ class Suspensions:
             commands += self._lose_image(record)
         return commands
 
+    def forget_kv(self, record: Record) -> list[Command]:
+        """Let go of all KV that is not in use, wherever it is."""
+        return [*self._roster.leave_home(record), *self._lose_image(record)]
+
     def _lose_image(self, record: Record) -> list[Command]:
         """What a pool has of it is gone, or of no use."""
         if record.export is not None:  # which may have stored, on another node, what builds on the rest

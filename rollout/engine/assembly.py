@@ -41,6 +41,8 @@ class Assembled:
 
     engine: Engine
     decoder: Decoder
+    digest: str
+    """Of its weights."""
     storage: KVStorage
     fingerprint: Fingerprint
     max_context: int
@@ -65,7 +67,7 @@ def assemble(
     dtype = DTYPES[model.dtype]
     kernel = choose_kernel(config, spec, dtype)
     decoder, sampler = make_decoder(kernel, config, spec, dtype)
-    load_directory(decoder, model.path)
+    digest = load_directory(decoder, model.path).hexdigest()
     # Kernels whose bits depend on nothing else keep the promise of deterministic mode whatever is planned.
     replays = config.deterministic and not decoder.batch_invariant
     page_bytes = kernel.page_tokens * spec.layers * 2 * spec.kv_heads * spec.head_dim * dtype.itemsize
@@ -115,7 +117,9 @@ def assemble(
         replays=replays,
         live=live,
     )
-    return Assembled(engine=engine, decoder=decoder, storage=storage, fingerprint=fingerprint, max_context=max_context)
+    return Assembled(
+        engine=engine, decoder=decoder, digest=digest, storage=storage, fingerprint=fingerprint, max_context=max_context
+    )
 
 
 def _page_count(config: EngineConfig, kernel: Kernel, page_bytes: int) -> int:

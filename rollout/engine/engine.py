@@ -172,6 +172,18 @@ class Engine:
                 )
         self._purged = False
 
+    def flush(self) -> dict[Tier, int]:
+        """Free all pages that no sequence holds and nobody reads; how many of each tier."""
+        before = {tier: self._cache.tiered.free(tier) for tier in Tier}
+        self._cache.tiered.purge(frozenset())
+        return {tier: self._cache.tiered.free(tier) - before[tier] for tier in Tier}
+
+    @property
+    def empty(self) -> bool:
+        """No page is in use."""
+        cache = self._cache
+        return all(cache.tiered.free(tier) == cache.tiered.total(tier) for tier in Tier)
+
     def sources(self, key: SequenceKey) -> tuple[tuple[PageRef, ...], Fence]:
         """Pages of a parked or recalled image, and what must have been computed before they are read.
 

@@ -18,6 +18,7 @@ from rollout.kv.fence import Fence, fence_for
 from rollout.kv.image import Buffer, checksum
 from rollout.kv.sums import PageSums
 from rollout.kv.tiers import PageRef, Tier
+from rollout.memory import TensorMemory
 
 
 class KVStorage:
@@ -46,6 +47,8 @@ class KVStorage:
         if canary:
             self.canaries = {Tier.DEVICE: Canary(self.pages), Tier.HOST: Canary(self.host_pages)}
         self.sums = PageSums(device_pages=pages, host_pages=host_pages)
+        # Memory that is pinned stays: the system cannot have it back page by page.
+        self._memory = TensorMemory([self.pages] if on_cuda else [self.pages, self.host_pages])
         self.page_tokens = page_tokens
         self.token_bytes = layers * 2 * kv_heads * head_dim * self.pages.element_size()
         self._stream: torch.cuda.Stream | None = None
@@ -55,6 +58,18 @@ class KVStorage:
     @property
     def page_bytes(self) -> int:
         return self.token_bytes * self.page_tokens
+
+    def release(self) -> int:
+        """Give the memory of all pages back, which nobody uses, unless that is done; the bytes given back."""
+        self.sums.forget_all()
+        return self._memory.release()
+
+    def reclaim(self) -> None:
+        """Take it again, with zeros. Does nothing if it was not released."""
+        if self._memory.released:
+            self._memory.reclaim()
+            self.pages.zero_()
+            self.host_pages.zero_()
 
     def completed(self, pages: Sequence[int]) -> None:
         """The last slots of these device pages were just written: their bytes may still be in the processor's cache.

@@ -38,6 +38,10 @@ class PageSums:
         for page in pages:
             known[page] = None
 
+    def forget_all(self) -> None:
+        for checksums in self._known.values():
+            checksums[:] = [None] * len(checksums)
+
     def copied(self, to: Tier, sources: Iterable[int], targets: Iterable[int]) -> None:
         """Whole pages were copied from the other tier."""
         known, there = self._known[to.other], self._known[to]

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rollout.attention.interface import Attention, DecodeBatch, PrefillBatch
+from rollout.memory import TensorMemory
 from rollout.model.layers import Layer, RMSNorm
-from rollout.model.memory import WeightMemory
 from rollout.model.rope import RopeTable
 from rollout.model.spec import ModelSpec
 from rollout.model.weights import Target, Whole
@@ -84,7 +84,7 @@ class TorchDecoder:
         )
         self._targets = self._find_targets()
         layers = (tensor for layer in self.layers for tensor in layer.memory())
-        self._memory = WeightMemory([self.embedding_VE, self.head_VE, self.norm.weight_E, *layers])
+        self._memory = TensorMemory([self.embedding_VE, self.head_VE, self.norm.weight_E, *layers])
 
     def targets(self) -> Mapping[str, Target]:
         return self._targets

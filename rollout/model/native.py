@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rollout.attention.interface import DecodeBatch, PrefillBatch
 from rollout.errors import NativeKernelsError
-from rollout.model.memory import WeightMemory
+from rollout.memory import TensorMemory
 from rollout.model.packed import PackedLinear
 from rollout.model.rope import RopeTable
 from rollout.model.spec import ModelSpec
@@ -97,7 +97,7 @@ class NativeDecoder:
         )
         layers = (tensor for layer in self._layers for tensor in layer.memory())
         self._targets = self._find_targets()
-        self._memory = WeightMemory([self._embedding_VE, self._norm_E, *layers, *self._head.memory()])
+        self._memory = TensorMemory([self._embedding_VE, self._norm_E, *layers, *self._head.memory()])
         self._model: Model | None = self._native()
         """None while there are no weights."""
         self._workspace = torch.empty(0, dtype=torch.uint8)

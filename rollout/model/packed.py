@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rollout.model.memory import has_memory
+from rollout.memory import has_memory
 from rollout.model.weights import Target, Whole
 from rollout.native.library import PANEL, Kernels, Linear
 

@@ -17,8 +17,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rollout.errors import UnsupportedModelError
+from rollout.memory import has_memory
 from rollout.model.digest import WeightsDigest
-from rollout.model.memory import has_memory
 from rollout.model.spec import ModelSpec, weight_files
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64")

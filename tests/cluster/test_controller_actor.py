@@ -103,6 +103,7 @@ class FakeWorker:
             max_running=4,
             weights=WEIGHTS,
             weights_bytes=0,
+            digest="digest",
         )
 
 

@@ -23,6 +23,7 @@ FIRST = WorkerDescription(
     max_running=8,
     weights=WEIGHTS,
     weights_bytes=1000,
+    digest="digest",
 )
 LIKE = replace(FIRST, worker=WorkerId("worker-1"))
 UNLIKE = replace(FIRST, worker=WorkerId("worker-2"), fingerprint=Fingerprint("torch"))

@@ -19,7 +19,13 @@ from torch import Tensor
 import rollout
 from rollout.client import AsyncRollout, Rollout
 from rollout.config import WeightsConfig
-from rollout.errors import DeadlineError, InvalidArgumentError, WeightsError, WeightsUpdateError
+from rollout.errors import (
+    DeadlineError,
+    InvalidArgumentError,
+    UnknownWorkerError,
+    WeightsError,
+    WeightsUpdateError,
+)
 from rollout.model.weights import stream_safetensors
 from rollout.types import SamplingParams, Trajectory, TrajectoryId, Version, VersionRun
 from tests.cluster.scene import at_rest, audit, controller, eventually, inside, make_kv_model, pids, settings
@@ -249,6 +255,80 @@ def test_a_broadcast_whose_sender_fails_changes_nothing(
     ):
         client.update_weights(broken(), 1, timeout_s=20.0)
     assert output(roll_out(service, "p")) == truth[0]
+
+
+def resident(service: Rollout) -> dict[str, int]:
+    """Bytes of each worker process that are its own."""
+    pages = {worker: Path(f"/proc/{pid}/statm").read_text().split() for worker, pid in pids(service).items()}
+    return {
+        worker: (int(size) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
+        for worker, (_, size, shared, *_) in pages.items()
+    }
+
+
+def test_memory_is_given_back_and_taken_again_and_what_was_in_the_pool_goes_on(
+    service: Rollout, models: list[Path], truth: list[Output]
+) -> None:
+    service.submit([PROMPT], key=["p"], sampling=SAMPLING)
+    sampled(service, TrajectoryId("p/0"), 5)
+    before = resident(service)
+    report = service.release_memory()
+    given = {worker: before[worker] - left for worker, left in resident(service).items()}
+    assert set(report.nbytes) == {"worker-0", "worker-1"}
+    for worker, nbytes in report.nbytes.items():
+        assert nbytes > 48 << 20, "KV of 32 MiB on the device and 16 MiB on the host, and the weights"
+        assert given[worker] > 0.7 * (nbytes - (48 << 20)), (given, report)
+    assert report.suspended in ((), ("p/0",))
+    assert service.next_groups(1, timeout_s=1.0) == [] or not report.suspended
+    service.reclaim_memory("kv")
+    assert service.next_groups(1, timeout_s=1.0) == [] or not report.suspended
+    service.reclaim_memory("weights")
+    if report.suspended:
+        (trajectory,) = service.next_groups(1, timeout_s=120)[0].trajectories
+        assert output(trajectory) == truth[0]
+        assert [resume.recomputed_tokens for resume in trajectory.resumes] == [0]
+    assert output(roll_out(service, "q")) == truth[0]
+    service.release_memory("weights")
+    with pytest.raises(WeightsUpdateError, match="got some tensors, allowed: all"):
+        service.update_weights(dict([next(iter(tensors(models[1]).items()))]), 1, delta=True)
+    service.update_weights(tensors(models[1]), 1)
+    assert output(roll_out(service, "r")) == truth[1]
+
+
+def test_other_workers_go_on_while_one_has_given_its_memory_back(service: Rollout, truth: list[Output]) -> None:
+    report = service.release_memory(workers=["worker-1"])
+    assert set(report.nbytes) == {"worker-1"}
+    service.submit([PROMPT], n=6, key=["p"], sampling=SAMPLING)
+    (delivery,) = service.next_groups(1, timeout_s=120)
+    assert {(output(t), t.workers[-1]) for t in delivery.trajectories} == {(truth[0], "worker-0")}
+    before = pids(service)["worker-1"]
+    os.kill(before, signal.SIGKILL)
+    eventually(lambda: pids(service).get("worker-1", before) != before)
+    service.reclaim_memory()
+    service.submit([PROMPT], n=8, key=["q"], sampling=SAMPLING)
+    (delivery,) = service.next_groups(1, timeout_s=120)
+    assert {output(t) for t in delivery.trajectories} == {truth[0]}
+    assert {t.workers[-1] for t in delivery.trajectories} == {"worker-0", "worker-1"}
+    with pytest.raises(UnknownWorkerError, match="workers: got worker-7, allowed: some of worker-0, worker-1"):
+        service.release_memory(workers=["worker-7"])
+    with pytest.raises(InvalidArgumentError, match="what: got 'disk', allowed: kv, weights"):
+        service.release_memory("disk")
+
+
+def test_a_flush_says_what_it_dropped_in_each_tier(service: Rollout, truth: list[Output]) -> None:
+    service.submit([PROMPT], key=["p"], sampling=LONG)
+    sampled(service, TrajectoryId("p/0"), 50)
+    service.abort("p", keep="pool")
+    roll_out(service, "q")
+    stored = sum(pool.stored for pool in service.stats().pools)
+    report = service.flush()
+    assert report.pool_bytes == stored > 0
+    assert report.device_bytes > 0
+    assert report.host_bytes > 0
+    assert all(stats.engine.device.tree == stats.engine.host.tree == 0 for stats in service.stats().workers)
+    service.resume("p")
+    (trajectory,) = service.next_groups(1, timeout_s=120)[0].trajectories
+    assert trajectory.resumes[0].recomputed_tokens >= 50
 
 
 @contextlib.contextmanager

@@ -1,16 +1,18 @@
-"""The memory that a decoder's weights lie in: given back as a whole, and taken again under the same tensors.
+"""The memory that tensors lie in: given back as a whole, and taken again under the same tensors.
 
-The tensors and all views of them stay what they are meanwhile, without memory; their addresses change.
+The tensors and all views of them stay what they are meanwhile, without memory. Their addresses change, but for plain
+memory that numpy has seen, which torch does not free: there the system takes the pages, and gives others with zeros.
 """
 
 import ctypes
+import mmap
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 
-class WeightMemory:
+class TensorMemory:
     """Of some tensors; those that share memory count once."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
@@ -25,7 +27,10 @@ class WeightMemory:
             return 0
         self.released = True
         for storage in self._storages:
-            storage.resize_(0)
+            if storage.resizable():
+                storage.resize_(0)
+            else:
+                _give_pages_back(storage.data_ptr(), storage.nbytes())
         _return_freed()
         torch.cuda.empty_cache()
         return sum(self._sizes)
@@ -34,12 +39,22 @@ class WeightMemory:
         """Take as much again, holding anything. Does nothing if it was not released."""
         if self.released:
             for storage, size in zip(self._storages, self._sizes, strict=True):
-                storage.resize_(size)
+                if storage.resizable():
+                    storage.resize_(size)
             self.released = False
 
 
 def has_memory(tensor: Tensor) -> bool:
     return tensor.untyped_storage().nbytes() > 0
+
+
+def _give_pages_back(address: int, nbytes: int) -> None:
+    """All whole pages in a range of anonymous memory; what is read there next is zero."""
+    page = mmap.PAGESIZE
+    first, end = -(-address // page) * page, (address + nbytes) // page * page
+    libc = ctypes.CDLL(None, use_errno=True)
+    if end > first and libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_DONTNEED):
+        raise OSError(ctypes.get_errno(), "madvise")
 
 
 def _return_freed() -> None:
