@@ -65,12 +65,13 @@ class Resumed:
 class Scene:
     """A service of traced workers. Ends with its context."""
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
+    def __init__(self, config: Mapping[str, Any], worker: type[TracedWorker] = TracedWorker) -> None:
+        """`worker` is what its workers are."""
         path = os.environ.get("PYTHONPATH")
         # What is started below finds this package wherever the driver runs.
         os.environ["PYTHONPATH"] = os.pathsep.join([str(CHECKOUT), *([path] if path else [])])
         try:
-            with mock.patch.object(workforce, "Worker", TracedWorker), mock.patch.object(pool, "Pool", TracedPool):
+            with mock.patch.object(workforce, "Worker", worker), mock.patch.object(pool, "Pool", TracedPool):
                 service = launch.launch(load_config(config))
         finally:
             os.environ.pop("PYTHONPATH")
@@ -78,8 +79,9 @@ class Scene:
                 os.environ["PYTHONPATH"] = path
         client = AsyncRollout(service.controller, service.description, key_prefix="", on_close=service.close)
         self.client = Rollout(client)
+        self.service = service
         count = service.description.config.cluster.workers
-        self._workers = service.actors[1 : 1 + count]
+        self.workers = service.actors[1 : 1 + count]
         self._pools = service.actors[1 + count :]
 
     def __enter__(self) -> Self:
@@ -101,12 +103,12 @@ class Scene:
 
     def marks(self) -> list[Mark]:
         """What the workers and pools did since this was called last."""
-        refs = [actor.marks.remote() for actor in (*self._workers, *self._pools)]
+        refs = [actor.marks.remote() for actor in (*self.workers, *self._pools)]
         return [mark for marks in ray.get(refs, timeout=TIMEOUT_S) for mark in marks]
 
     def facts(self) -> WorkerFacts:
         """What the first worker measured of itself."""
-        facts: WorkerFacts = ray.get(self._workers[0].facts.remote(), timeout=TIMEOUT_S)
+        facts: WorkerFacts = ray.get(self.workers[0].facts.remote(), timeout=TIMEOUT_S)
         return facts
 
     def forget(self, trajectory: str) -> None:

@@ -4,8 +4,9 @@ They share one Ray node, which is given as many logical CPUs as they name; whoev
 """
 
 import contextlib
+import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -17,6 +18,8 @@ from rollout.cluster.description import NAMESPACE
 from rollout.cluster.placement import STORE_SHARE, STORE_SLACK_BYTES
 from rollout.config import Config, load_config
 from rollout.errors import DeadlineError
+from rollout.transport.disk import DiskWeights
+from rollout.transport.manifest import ITEM_BYTES
 
 SETTLE_S = 60.0
 POLL_S = 0.02
@@ -29,18 +32,30 @@ def started(configs: Mapping[str, Mapping[str, Any]]) -> Iterator[dict[str, Roll
     """A service for each name, which tells it apart from the others in Ray, too."""
     loaded = {name: load_config({**config, "cluster": _named(config, name)}) for name, config in configs.items()}
     with ExitStack() as stack:
-        if not ray.is_initialized():
-            ray.init(
-                address="local",
-                namespace=NAMESPACE,
-                num_cpus=sum(each.cluster.workers * each.cluster.cpus_per_worker for each in loaded.values()),
-                object_store_memory=sum(_store_bytes(each) for each in loaded.values()),
-                include_dashboard=False,
-                logging_level="warning",
-                log_to_driver=False,
-            )
-            stack.callback(ray.shutdown)
+        stack.enter_context(ray_for(loaded.values()))
         yield {name: stack.enter_context(start(each)) for name, each in loaded.items()}
+
+
+@contextlib.contextmanager
+def ray_for(configs: Iterable[Config]) -> Iterator[None]:
+    """A Ray node with room for services with these configurations, all at once; none where Ray runs already."""
+    if ray.is_initialized():
+        yield
+        return
+    asked = list(configs)
+    ray.init(
+        address="local",
+        namespace=NAMESPACE,
+        num_cpus=sum(each.cluster.workers * each.cluster.cpus_per_worker for each in asked),
+        object_store_memory=sum(map(_store_bytes, asked)),
+        include_dashboard=False,
+        logging_level="warning",
+        log_to_driver=False,
+    )
+    try:
+        yield
+    finally:
+        ray.shutdown()
 
 
 def settle(service: Rollout) -> None:
@@ -69,5 +84,13 @@ def _store_bytes(config: Config) -> int:
     """
     pool = config.pool
     warmed = config.cluster.workers * int(pool.warm_bytes)
-    used = int(pool.budget_bytes) + int(pool.reserve_bytes) + warmed + STORE_SLACK_BYTES
+    updates = 2 * _weights_bytes(config) if config.weights.transport.kind == "object_store" else 0
+    used = int(pool.budget_bytes) + int(pool.reserve_bytes) + warmed + updates + STORE_SLACK_BYTES
     return int(used / STORE_SHARE) + ROUNDING_BYTES
+
+
+def _weights_bytes(config: Config) -> int:
+    """What a worker has of them, or a little more."""
+    with contextlib.closing(DiskWeights(config.model.path)) as weights:
+        elements = sum(math.prod(entry.shape) for entry in weights.manifest.entries)
+    return elements * ITEM_BYTES[config.model.dtype]

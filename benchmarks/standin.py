@@ -1,6 +1,6 @@
-"""A model of random weights with a lot of KV and next to no computation, for where only KV is moved.
+"""A model of random weights: by default with a lot of KV and next to no computation, for where only KV is moved.
 
-By default a token has 92,160 bytes of KV, so that a page of 4 tokens is as large as one of 16 tokens of SmolLM2-135M
+A token then has 92,160 bytes of KV, so that a page of 4 tokens is as large as one of 16 tokens of SmolLM2-135M
 (360 KiB): the same pages are moved, and a quarter of the tokens is prefilled.
 """
 
@@ -15,8 +15,6 @@ from tokenizers import Tokenizer, models
 from rollout.config import Section
 
 VOCAB_SIZE = 256
-HIDDEN = 64
-INTERMEDIATE = 16
 CONTEXT_TOKENS = 1 << 16
 
 
@@ -29,6 +27,10 @@ class StandIn(Section):
     """Elements of a head."""
     page_tokens: PositiveInt = 4
     """Tokens in a page."""
+    hidden: PositiveInt = 64
+    """Elements of a hidden state."""
+    intermediate: PositiveInt = 16
+    """Elements within an MLP."""
 
     @property
     def token_bytes(self) -> int:
@@ -42,8 +44,8 @@ class StandIn(Section):
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
             "vocab_size": VOCAB_SIZE,
-            "hidden_size": HIDDEN,
-            "intermediate_size": INTERMEDIATE,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
             "num_hidden_layers": self.layers,
             "num_attention_heads": self.kv_heads,
             "num_key_value_heads": self.kv_heads,
@@ -59,15 +61,15 @@ class StandIn(Section):
 
     def _weights(self) -> dict[str, torch.Tensor]:
         width = self.kv_heads * self.head_dim
-        shapes = {"model.embed_tokens": (VOCAB_SIZE, HIDDEN), "model.norm": (HIDDEN,)}
+        shapes = {"model.embed_tokens": (VOCAB_SIZE, self.hidden), "model.norm": (self.hidden,)}
         for layer in range(self.layers):
             prefix = f"model.layers.{layer}"
-            shapes |= {f"{prefix}.self_attn.{name}_proj": (width, HIDDEN) for name in "qkv"}
-            shapes |= {f"{prefix}.mlp.{name}_proj": (INTERMEDIATE, HIDDEN) for name in ("gate", "up")}
-            shapes |= {f"{prefix}.{name}_layernorm": (HIDDEN,) for name in ("input", "post_attention")}
+            shapes |= {f"{prefix}.self_attn.{name}_proj": (width, self.hidden) for name in "qkv"}
+            shapes |= {f"{prefix}.mlp.{name}_proj": (self.intermediate, self.hidden) for name in ("gate", "up")}
+            shapes |= {f"{prefix}.{name}_layernorm": (self.hidden,) for name in ("input", "post_attention")}
             shapes |= {
-                f"{prefix}.self_attn.o_proj": (HIDDEN, width),
-                f"{prefix}.mlp.down_proj": (HIDDEN, INTERMEDIATE),
+                f"{prefix}.self_attn.o_proj": (self.hidden, width),
+                f"{prefix}.mlp.down_proj": (self.hidden, self.intermediate),
             }
         generator = torch.Generator().manual_seed(0)
         return {

@@ -1,17 +1,17 @@
 """Workers and pools that note when what they do begins and ends, on the clock that all processes here share.
 
 Nothing of what they do is replaced: `TRACED` names methods of the product, each wrapped once per process with
-two looks at the monotonic clock. Whoever renames one of them renames it here.
+two looks at the monotonic clock. Whoever renames one of them renames it here, and in `updates`.
 """
 
 import functools
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 import ray
 
@@ -29,9 +29,12 @@ from rollout.engine.sequence import Sequence
 from rollout.kv import restore
 from rollout.kv.restore import Restorer
 from rollout.kv.storage import KVStorage
-from rollout.types import WorkerId
+from rollout.types import Weights, WorkerId
 
-TRACED: dict[str, tuple[Any, str]] = {
+Traced = Mapping[str, tuple[Any, str]]
+"""Who has what is traced, under which attribute, by the names of the marks."""
+
+TRACED: Traced = {
     "start": (Host, "start"),
     "stop": (Host, "stop"),
     "release": (Host, "release"),
@@ -55,7 +58,7 @@ class Mark:
     """Something that was done, in seconds of the monotonic clock."""
 
     name: str
-    """A key of `TRACED`, or `pool`."""
+    """A key of what is traced, or `pool`."""
     begin: float
     end: float
 
@@ -67,10 +70,12 @@ class Mark:
 class TracedWorker(Worker):
     """A worker that can say what it did when."""
 
-    def __init__(self, worker: WorkerId, config: Config, weights_id: str) -> None:
-        super().__init__(worker, config, weights_id)
+    traced: ClassVar[Traced] = TRACED
+
+    def __init__(self, worker: WorkerId, config: Config, weights: Weights) -> None:
+        super().__init__(worker, config, weights)
         self._marks: deque[Mark] = deque()
-        for name, (owner, attribute) in TRACED.items():
+        for name, (owner, attribute) in self.traced.items():
             setattr(owner, attribute, _traced(getattr(owner, attribute), name, self._marks))
 
     @ray.method(concurrency_group="control")
