@@ -7,15 +7,26 @@ from rollout.kv.kept import Kept
 from rollout.kv.nodes import ID_BYTES, Node
 from rollout.kv.radix import RadixTree
 from rollout.kv.tiers import PageRef, Residency, Tier
+from rollout.types import KVRun, Version, Weights, WeightsId, first_tokens
 from tests.kv.contents import Claim
 
 
-def claims_of_pages(refs: Sequence[PageRef], weights_id: str, ids: bytes, page_tokens: int) -> list[Claim]:
-    """The pages hold `ids` from the first on; pages beyond are not looked at."""
+def claims_of_pages(
+    refs: Sequence[PageRef], runs: tuple[KVRun, ...], ids: bytes, page_tokens: int, *, first: int = 0
+) -> list[Claim]:
+    """The pages hold `ids`, from page `first` on, as `runs` wrote them; pages beyond are not looked at."""
     size = page_tokens * ID_BYTES
-    ends = range(size, len(ids) + size, size)
+    ends = [min(end, len(ids)) for end in range(size, len(ids) + size, size)][first:]
     assert len(refs) >= len(ends), (len(refs), len(ids))
-    return [Claim(tier, page, weights_id, ids[:end]) for (tier, page), end in zip(refs, ends, strict=False)]
+    return [
+        Claim(tier, page, first_tokens(runs, end // ID_BYTES), ids[:end])
+        for (tier, page), end in zip(refs, ends, strict=False)
+    ]
+
+
+def weights_of(weights_id: str) -> Weights:
+    """As all here are labelled."""
+    return Weights(WeightsId(weights_id), Version(0))
 
 
 def claims_of_tree(tree: RadixTree, page_tokens: int) -> list[Claim]:
@@ -31,7 +42,7 @@ def claims_of_tree(tree: RadixTree, page_tokens: int) -> list[Claim]:
             ends = range(len(above) + size, len(ids) + size, size)
             for tier in Tier:
                 claims += [
-                    Claim(tier, page, weights_id, ids[:end])
+                    Claim(tier, page, (KVRun(weights_of(weights_id), end // ID_BYTES),), ids[:end])
                     for page, end in zip(node.at(tier).pages, ends, strict=False)
                 ]
             stack += [(child, ids) for child in node.children.values()]
@@ -56,18 +67,23 @@ def _check_node(node: Node, page_tokens: int) -> None:
         assert above.owner is None or above.owner == node.owner, "below what one trajectory owns is another's"
 
 
-def claims_of_image(cache: KVCache, kept: Kept, ids: bytes, page_tokens: int) -> list[Claim]:
+def claims_of_image(cache: KVCache, kept: Kept, runs: tuple[KVRun, ...], ids: bytes, page_tokens: int) -> list[Claim]:
     """What an image has for sure: all of it where it is pinned or on the host, otherwise its tail."""
-    tails = [(tier, page) for tier, pages in kept.tail.items() for page in pages if tier is not kept.moving_to]
-    tail = [Claim(tier, page, kept.weights_id, ids) for tier, page in tails]
     whole = len(kept.key) // (page_tokens * ID_BYTES)
-    assert kept.tokens // page_tokens == whole
+    assert whole <= kept.tokens // page_tokens
+    assert len(first_tokens(runs, whole * page_tokens)) <= 1, "several weights wrote what is in the tree"
+    assert all(run.weights.weights_id == kept.weights_id for run in first_tokens(runs, whole * page_tokens))
+    tail: list[Claim] = []
+    for tier, pages in kept.tail.items():
+        assert len(pages) == cache.pages_for(kept.tokens) - whole > 0
+        if tier is not kept.moving_to:
+            tail += claims_of_pages([(tier, page) for page in pages], runs, ids, page_tokens, first=whole)
     if kept.tier is Tier.HOST:
         assert Tier.HOST in kept.locked
         assert sum(len(node.host.pages) for node in kept.node.path()) == whole, "an image on the host is not there"
-        assert bool(kept.tail) == bool(kept.tokens % page_tokens)
+        assert bool(kept.tail) == (kept.tokens > whole * page_tokens)
     if not kept.pinned:
         return tail
     refs = cache.kept.sources(kept)
     assert len(refs) == cache.pages_for(kept.tokens)
-    return tail + claims_of_pages(refs[:whole], kept.weights_id, kept.key, page_tokens)
+    return tail + claims_of_pages(refs, runs, ids, page_tokens)

@@ -1,4 +1,4 @@
-"""What pages must hold: KV that is a function of token, position, all that is before it, and the weights.
+"""What pages must hold: KV that is a function of token, position, all that is before it, and the weights of each.
 
 `Contents` is the model that caches are checked against: it knows nothing of pages but what their owner says.
 """
@@ -15,7 +15,7 @@ from rollout.kv.chain import Chain
 from rollout.kv.nodes import ID_BYTES
 from rollout.kv.storage import KVStorage
 from rollout.kv.tiers import Tier
-from rollout.types import TrajectoryId
+from rollout.types import KVRun, TrajectoryId
 
 LAYERS = 2
 POISON = 0x5A
@@ -26,11 +26,11 @@ Words = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """That the slots of a page, from its first on, hold the last positions of `ids` (as bytes) under `weights_id`."""
+    """That the slots of a page, from its first on, hold the last positions of `ids` (as bytes), written by `runs`."""
 
     tier: Tier
     page: int
-    weights_id: str
+    runs: tuple[KVRun, ...]
     ids: bytes
 
 
@@ -59,25 +59,23 @@ class Contents:
         """As of the last look; at first all pages count, so that all are poisoned."""
         self._touched: dict[Tier, set[int]] = {tier: set() for tier in Tier}
         """Written since then, and perhaps given back."""
-        self._known: dict[tuple[str, bytes], tuple[NDArray[np.int64], Words]] = {}
+        self._known: dict[tuple[tuple[KVRun, ...], bytes], tuple[NDArray[np.int64], Words]] = {}
 
-    def of(self, weights_id: str, ids: bytes) -> tuple[NDArray[np.int64], Words]:
+    def of(self, runs: tuple[KVRun, ...], ids: bytes) -> tuple[NDArray[np.int64], Words]:
         """Chain values and KV `[layers, 2, tokens]` of the last page of a sequence that ends with `ids`."""
-        known = self._known.get((weights_id, ids))
+        known = self._known.get((runs, ids))
         if known is None:
             tokens = array("i", ids)
-            chain = Chain()
-            chain.extend(tokens, weights_id)
+            chain = chain_of(tokens, runs)
             values = chain.values((len(tokens) - 1) // self.page_tokens * self.page_tokens, len(tokens))
-            known = self._known[weights_id, ids] = values, kv_of(values)
+            known = self._known[runs, ids] = values, kv_of(values)
         return known
 
-    def write(self, table: Sequence[int], weights_id: str, tokens: Sequence[int], start: int) -> None:
-        """A forward computes the KV of positions `start`… of `tokens` into the pages of `table`."""
+    def write(self, table: Sequence[int], runs: tuple[KVRun, ...], tokens: Sequence[int], start: int) -> None:
+        """A forward computes the KV of positions `start`… of `tokens` into the pages of `table`; those before it were
+        written by `runs`, of which the last goes on."""
         positions = range(start, len(tokens))
-        chain = Chain()
-        chain.extend(tokens, weights_id)
-        values = chain.values(start, len(tokens))
+        values = chain_of(tokens, runs).values(start, len(tokens))
         pages = [table[position // self.page_tokens] for position in positions]
         slots = [position % self.page_tokens for position in positions]
         self._touched[Tier.DEVICE].update(pages)
@@ -108,7 +106,7 @@ class Contents:
         whole = [claim for claim in claims if len(claim.ids) % size == 0]
         chains, tables = [], []
         if whole:
-            expected = [self.of(claim.weights_id, claim.ids) for claim in whole]
+            expected = [self.of(claim.runs, claim.ids) for claim in whole]
             table = [claim.page for claim in whole]
             wrong = (self.words[tier][table, :, :, :, 0, 0] != np.array([kv for _, kv in expected])).any(axis=(1, 2, 3))
             assert not wrong.any(), [whole[index] for index in np.nonzero(wrong)[0]]
@@ -116,7 +114,7 @@ class Contents:
             tables.append(table)
         for claim in claims:
             if len(claim.ids) % size:
-                chain, kv = self.of(claim.weights_id, claim.ids)
+                chain, kv = self.of(claim.runs, claim.ids)
                 assert (self.words[tier][claim.page, :, :, : len(chain), 0, 0] == kv).all(), claim
                 chains.append(chain)
                 tables.append([claim.page])
@@ -124,6 +122,15 @@ class Contents:
         tables_SP = torch.tensor([[*table, *[0] * (longest - len(table))] for table in tables])
         keys = [(TrajectoryId(f"{tier} {index}"), 0) for index in range(len(tables))]
         self.canaries[tier].verify(keys, tables_SP, chains)
+
+
+def chain_of(tokens: Sequence[int], runs: Sequence[KVRun]) -> Chain:
+    """The chain of tokens whose KV these wrote, all of it."""
+    chain = Chain()
+    for run in runs:
+        chain.extend(tokens[len(chain) : len(chain) + run.tokens], run.weights.weights_id)
+    assert len(chain) == len(tokens), (len(chain), len(tokens))
+    return chain
 
 
 def kv_of(values: NDArray[np.int64]) -> Words:

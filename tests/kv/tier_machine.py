@@ -23,7 +23,6 @@ POLICIES: list[WritePolicy] = [
 ]
 MOST_TOKENS = 16
 MOST_TRAJECTORIES = 5
-RULES_PER_WEIGHTS = 60
 
 numbers = st.integers(0, 99)
 often = st.integers(0, 4).map(bool)
@@ -35,6 +34,7 @@ tiers = st.sampled_from(Tier)
 class TieredCacheInTheWorld(RuleBasedStateMachine):
     world: TierWorld
     weights_since: int
+    rules_per_weights: int
     executions = 0
     """Of rules, over all histories in this process."""
 
@@ -43,11 +43,26 @@ class TieredCacheInTheWorld(RuleBasedStateMachine):
         device_pages=st.sampled_from([9, 12, 18]),
         host_pages=st.sampled_from([0, 1, 5, 12, 20, 24]),
         prefer_shared=st.booleans(),
+        rules_per_weights=st.sampled_from([4, 15, 60]),
+        max_lag=st.sampled_from([4, 4, 1, 0]),
     )
-    def begin(self, write: WritePolicy, device_pages: int, host_pages: int, prefer_shared: bool) -> None:
+    def begin(
+        self,
+        write: WritePolicy,
+        device_pages: int,
+        host_pages: int,
+        prefer_shared: bool,
+        rules_per_weights: int,
+        max_lag: int,
+    ) -> None:
+        self.rules_per_weights = rules_per_weights
         self.weights_since = self.executions
         self.world = TierWorld(
-            device_pages=device_pages, host_pages=host_pages, write=write, prefer_shared=prefer_shared
+            device_pages=device_pages,
+            host_pages=host_pages,
+            write=write,
+            prefer_shared=prefer_shared,
+            max_lag=max_lag,
         )
         for prompt in PROMPTS:
             self.world.submit(prompt)
@@ -68,7 +83,8 @@ class TieredCacheInTheWorld(RuleBasedStateMachine):
         return [
             trajectory
             for trajectory in self.ready()
-            if trajectory.run is not None and trajectory.run.kv // PAGE > trajectory.run.holding.shared
+            if trajectory.run is not None
+            and trajectory.run.written.pure(trajectory.run.kv) // PAGE > trajectory.run.holding.shared
         ]
 
     def over(self) -> list[Trajectory]:
@@ -150,11 +166,31 @@ class TieredCacheInTheWorld(RuleBasedStateMachine):
         if self.world.trajectories:
             self.world.peek(pick(self.world.trajectories, number), pages)
 
-    @precondition(lambda self: self.executions - self.weights_since > RULES_PER_WEIGHTS)
-    @rule()
-    def new_weights(self) -> None:
+    @precondition(lambda self: self.executions - self.weights_since > self.rules_per_weights)
+    @rule(parked=st.booleans(), purge=st.booleans())
+    def new_weights(self, parked: bool, purge: bool) -> None:
+        self.change_weights(in_place=False, parked=parked, purge=purge)
+
+    @precondition(lambda self: self.executions - self.weights_since > self.rules_per_weights)
+    @precondition(lambda self: self.world.max_lag and any(run.known for run in self.world.runs))
+    @rule(most=st.integers(1, 3), sampled=tokens, parked=st.booleans(), purge=st.booleans())
+    def new_weights_in_place(self, most: int, sampled: int, parked: bool, purge: bool) -> None:
+        """They go on for some tokens."""
+        self.change_weights(in_place=True, parked=parked, purge=purge)
+        for trajectory in self.ready():
+            self.world.step(trajectory, count=most, sampled=sampled, commit=True, write=True)
+
+    def change_weights(self, *, in_place: bool, parked: bool, purge: bool) -> None:
         self.weights_since = self.executions
-        self.world.change_weights()
+        self.world.change_weights(in_place=in_place, parked=parked)
+        if purge:
+            self.world.purge()
+        self.world.settle()
+
+    @precondition(lambda self: not set(self.world.cache._tree._roots) <= self.world.reusable)
+    @rule()
+    def purge(self) -> None:
+        self.world.purge()
 
     @precondition(lambda self: self.world.cache.kept.spare)
     @rule(seconds=st.sampled_from([1.0, 3.0]))

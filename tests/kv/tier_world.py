@@ -9,10 +9,11 @@ from rollout.kv.cache import KVCache, Stored
 from rollout.kv.fence import Passed
 from rollout.kv.holding import Holding
 from rollout.kv.kept import Kept
-from rollout.kv.nodes import edge_bytes
+from rollout.kv.nodes import ID_BYTES, Node, edge_bytes
 from rollout.kv.tiers import Tier
-from rollout.types import TrajectoryId
-from tests.kv.claims import claims_of_image, claims_of_pages, claims_of_tree
+from rollout.kv.written import Written
+from rollout.types import KVRun, TrajectoryId, Weights, first_tokens
+from tests.kv.claims import claims_of_image, claims_of_pages, claims_of_tree, weights_of
 from tests.kv.contents import Contents
 from tests.kv.flights import Flights
 from tests.kv.trajectories import Export, Pooled, Run, Trajectory
@@ -24,10 +25,16 @@ TAIL_HOLD_S = 5.0
 class TierWorld:
     """The methods are what may happen; each leaves everything consistent, which `check` asserts."""
 
-    def __init__(self, *, device_pages: int, host_pages: int, write: WritePolicy, prefer_shared: bool) -> None:
+    def __init__(
+        self, *, device_pages: int, host_pages: int, write: WritePolicy, prefer_shared: bool, max_lag: int
+    ) -> None:
+        """A trajectory may go on with KV that the last `max_lag` loads of weights before the live ones wrote."""
         self.cache = KVCache(device_pages, PAGE, host_pages=host_pages, write=write, prefer_shared=prefer_shared)
         self.contents = Contents(device_pages=device_pages, host_pages=host_pages, page_tokens=PAGE)
-        self.weights = 0
+        self.max_lag = max_lag
+        self.loads = [weights_of("w0")]
+        self.histories: dict[Kept, tuple[KVRun, ...]] = {}
+        """By which weights images were written, as long as they were."""
         self.now = 0.0
         self.trajectories: list[Trajectory] = []
         self.runs: list[Run] = []
@@ -43,8 +50,20 @@ class TierWorld:
         """Tokens of everybody who was ever here."""
 
     @property
-    def weights_id(self) -> str:
-        return f"w{self.weights}"
+    def live(self) -> Weights:
+        return self.loads[-1]
+
+    @property
+    def reusable(self) -> set[str]:
+        return {weights.weights_id for weights in self.loads[-self.max_lag - 1 :]}
+
+    def may_use(self, runs: tuple[KVRun, ...]) -> bool:
+        return all(run.weights.weights_id in self.reusable for run in runs)
+
+    def runs_of(self, kept: Kept) -> tuple[KVRun, ...]:
+        """Of an image, as far as it has not lost anything."""
+        tokens = kept.tokens if kept.tail else len(kept.key) // ID_BYTES
+        return first_tokens(self.histories[kept], tokens)
 
     def key(self, tokens: list[int], pages: int) -> bytes:
         return edge_bytes(tokens[: pages * PAGE])
@@ -57,10 +76,10 @@ class TierWorld:
         self.texts[trajectory.name] = trajectory.tokens
         self.trajectories.append(trajectory)
 
-    def stored(self, tokens: list[int], pages: int) -> Stored:
+    def stored(self, tokens: list[int], pages: int, weights_id: str | None = None) -> Stored:
         """What the tree says it has; looking changes nothing."""
         before = [(node, node.used_at, node.hits, node.owner) for node in self.cache._tree.nodes()]
-        found = self.cache.stored(self.weights_id, self.key(tokens, pages), pages)
+        found = self.cache.stored(weights_id or self.live.weights_id, self.key(tokens, pages), pages)
         assert [(node, node.used_at, node.hits, node.owner) for node in self.cache._tree.nodes()] == before
         assert found.evictable <= found.device <= found.device + found.host <= pages
         return found
@@ -68,18 +87,33 @@ class TierWorld:
     def admit(self, trajectory: Trajectory, *, from_host: bool, from_pool: bool) -> None:
         """Begin or continue a trajectory with what there is of its KV, if there is room for all it needs."""
         cache, tokens = self.cache, trajectory.tokens
-        wanted, pages = (len(tokens) - 1) // PAGE, cache.pages_for(len(tokens))
-        found = self.stored(tokens, wanted)
+        image = self.idle(trajectory)
+        mine = image if image is not None and self.may_use(self.histories[image]) else None
+        pooled = trajectory.pooled if from_pool else None
+        runs = self.runs_of(mine) if mine is not None else ()
+        if pooled is not None and not self.may_use(pooled.runs):
+            pooled = None
+        if pooled is not None:
+            longer, shorter = sorted((runs, pooled.runs), key=tokens_of, reverse=True)
+            if first_tokens(longer, tokens_of(shorter)) == shorter:
+                runs = longer
+            elif runs:
+                pooled = None
+        first = runs[0].weights if runs else self.live
+        purely = Written.continued(runs, self.live).pure(len(tokens) - 1)
+        wanted, pages = purely // PAGE, cache.pages_for(len(tokens))
+        found = self.stored(tokens, wanted, first.weights_id)
         if found.arriving:
             return
-        image = self.idle(trajectory)
-        mine = image is not None and image.weights_id == self.weights_id
-        if mine and image.tier is Tier.HOST:
-            assert found.device + found.host >= image.tokens // PAGE, "an image on the host lost pages"
+        if mine is not None and mine.tier is Tier.HOST:
+            assert found.device + found.host >= len(mine.key) // (PAGE * ID_BYTES), "an image on the host lost pages"
         ready = found.device + found.host if from_host else found.device
-        tail = image if mine and image.tail and image.tokens // PAGE == ready else None
+        tail = mine if mine is not None and mine.tail and len(mine.key) == ready * PAGE * ID_BYTES else None
+        restored = pooled if tail is None and pooled is not None and pooled.tokens > ready * PAGE else None
+        known = tail.tokens if tail is not None else restored.tokens if restored is not None else ready * PAGE
+        written = Written.continued(first_tokens(runs, known), self.live)
         key, available = self.key(tokens, ready), cache.available
-        holding = cache.open(trajectory.name, self.weights_id, key, found.device)
+        holding = cache.open(trajectory.name, written.first.weights_id, key, found.device)
         assert len(holding.table) == holding.shared == found.device
         assert cache.available == available - found.evictable, "what opening costs is not what looking said"
         room = pages - found.device
@@ -94,7 +128,7 @@ class TierWorld:
                 cache.kept.hold_tail(tail, held=False)
             return
         self.count(holding, found, wanted)
-        run = Run(holding=holding, kv=ready * PAGE)
+        run = Run(holding=holding, kv=ready * PAGE, written=written)
         self.runs.append(run)
         trajectory.run = run
         if tail is not None:
@@ -104,9 +138,8 @@ class TierWorld:
         elif image is not None:
             cache.kept.forget(image)
             trajectory.image = None
-        pooled = trajectory.pooled
-        if tail is None and from_pool and pooled is not None and pooled.weights_id == self.weights_id:
-            self.restore(run, pooled)
+        if restored is not None:
+            self.restore(run, restored)
         assert cache.grow(holding, pages), "room that was made is gone"
 
     def count(self, holding: Holding, found: Stored, wanted: int) -> None:
@@ -148,6 +181,9 @@ class TierWorld:
         self.contents.canaries[Tier.DEVICE].put(pages, tokens, pooled.shadow, first=first)
         if ok:
             run.kv = pooled.tokens
+        else:  # the live weights write what it was to bring
+            run.written = Written.continued(run.written.until(run.kv), self.live)
+            run.given_up = run.given_up or run.written.first.weights_id != run.holding.weights_id
 
     def step(self, trajectory: Trajectory, *, count: int, sampled: int, commit: bool, write: bool) -> None:
         """Compute up to `count` positions; where that is all, a token is sampled."""
@@ -157,7 +193,10 @@ class TierWorld:
         if not self.grow(run, self.cache.pages_for(end)):
             return
         assert run.kv >= run.holding.shared * PAGE, "writing into pages of the tree"
-        self.contents.write(run.holding.table, self.weights_id, tokens[:end], run.kv)
+        by = run.written.until(end)
+        assert by[-1].weights == self.live, "other weights than the live ones write"
+        assert by[-1].tokens >= end - run.kv, "what is written anew is said to be older"
+        self.contents.write(run.holding.table, by, tokens[:end], run.kv)
         run.kv = end
         if end == len(tokens):
             tokens.append(sampled)
@@ -167,9 +206,9 @@ class TierWorld:
     def commit(self, trajectory: Trajectory, *, write: bool) -> None:
         run = trajectory.run
         assert run is not None
-        pages = run.kv // PAGE
+        pages = run.written.pure(run.kv) // PAGE
         self.cache.commit(run.holding, self.key(trajectory.tokens, pages), write=write)
-        found = self.stored(trajectory.tokens, pages)
+        found = self.stored(trajectory.tokens, pages, run.holding.weights_id)
         assert run.holding.shared == found.device
         assert found.device == pages or found.arriving
 
@@ -181,9 +220,10 @@ class TierWorld:
             run.given_up = True
             return None
         self.runs.remove(run)
-        pages = run.kv // PAGE
+        pages = run.written.pure(run.kv) // PAGE
         kept = self.cache.park(run.holding, self.key(trajectory.tokens, pages), run.kv)
-        assert kept.tokens == run.kv or self.stored(trajectory.tokens, pages).arriving
+        self.histories[kept] = run.written.until(kept.tokens)
+        assert kept.tokens == run.kv or self.stored(trajectory.tokens, pages, kept.weights_id).arriving
         assert len(self.cache.kept.sources(kept)) == self.cache.pages_for(kept.tokens)
         return kept
 
@@ -234,7 +274,7 @@ class TierWorld:
         buffers = self.contents.storage.gather(refs, kept.tokens, Passed())
         shadow = self.contents.storage.shadow(refs, kept.tokens)
         assert shadow is not None
-        pooled = Pooled(weights_id=kept.weights_id, tokens=kept.tokens, buffers=buffers, shadow=shadow)
+        pooled = Pooled(runs=self.runs_of(kept), tokens=kept.tokens, buffers=buffers, shadow=shadow)
         self.exports.append(Export(trajectory=trajectory, image=kept, refs=refs, pooled=pooled))
 
     def exported(self, export: Export, *, refused: bool) -> None:
@@ -269,15 +309,42 @@ class TierWorld:
 
     # Everything else ----------------------------------------------------------------------------------
 
-    def change_weights(self) -> None:
-        """Whoever runs begins again under the new ones."""
+    def change_weights(self, *, in_place: bool, parked: bool) -> None:
+        """Whoever may goes on `in_place` with what it has; all others begin again, their KV left to the tree or, if
+        `parked`, dropped with an image."""
+        self.loads.append(weights_of(f"w{len(self.loads)}"))
         for trajectory in self.trajectories:
-            if trajectory.run is not None and (kept := self.stop(trajectory)) is not None:
+            run = trajectory.run
+            if run is None:
+                continue
+            if in_place and run.known and self.may_use(run.written.until(run.known)):
+                run.written.change(run.known, self.live)
+            elif parked and (kept := self.stop(trajectory)) is not None:
                 self.outdated.append(kept)
-        self.weights += 1
+            else:
+                run.given_up, trajectory.run = True, None
         for trajectory in self.trajectories:
             found = self.stored(trajectory.tokens, len(trajectory.tokens) // PAGE)
             assert found == Stored(device=0, evictable=0, host=0, arriving=False)
+
+    def purge(self) -> None:
+        """Free what weights wrote whose KV is of no use any more."""
+        tree = self.cache._tree
+        kept = {tier: [n for n in tree.nodes() if n.at(tier).pages and n.at(tier).locks] for tier in Tier}
+        mine = {name: root for name, root in tree._roots.items() if name in self.reusable}
+        useful = [node for root in mine.values() for node in subtree(root)]
+        before = [(node, [*node.device.pages], [*node.host.pages]) for node in useful]
+        done = self.cache.tiered.purge(self.reusable)
+        assert [(node, node.device.pages, node.host.pages) for node in useful] == before, "what is of use is touched"
+        nodes = set(tree.nodes())
+        for tier in Tier:
+            assert nodes >= {*kept[tier]}
+            assert all(node.at(tier).pages for node in kept[tier]), "what is held is gone"
+        for node in nodes - {*useful} - {*tree._roots.values()}:
+            for tier in Tier:
+                free = node.at(tier).pages and not node.at(tier).locks
+                assert not free or (node.children and not node.at(tier.other).pages), "kept for nothing"
+        assert done == (set(tree._roots) <= self.reusable)
 
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
@@ -290,12 +357,17 @@ class TierWorld:
         self.serial += 1
         pages = min(pages, len(trajectory.tokens) // PAGE)
         owner = TrajectoryId(f"t{self.serial}")
-        holding = self.cache.open(owner, self.weights_id, self.key(trajectory.tokens, pages), pages)
+        holding = self.cache.open(owner, self.live.weights_id, self.key(trajectory.tokens, pages), pages)
         self.cache.close(holding)
+
+    def nobody(self) -> Run:
+        """A run that has nothing."""
+        holding = self.cache.open(TrajectoryId("x"), self.live.weights_id, b"", 0)
+        return Run(holding=holding, kv=0, written=Written(self.live))
 
     def evict(self, count: int) -> None:
         """Somebody needs up to `count` pages for a moment."""
-        run = Run(holding=self.cache.open(TrajectoryId("x"), self.weights_id, b"", 0), kv=0)
+        run = self.nobody()
         self.grow(run, min(count, self.cache.available))
         self.cache.close(run.holding)
 
@@ -338,11 +410,15 @@ class TierWorld:
         for run in self.runs:
             if not run.busy:
                 ids = edge_bytes(self.texts[run.holding.owner][: run.kv])
-                claims += claims_of_pages(
-                    [(Tier.DEVICE, page) for page in run.holding.table], self.weights_id, ids, PAGE
-                )
-        for kept in self.cache.kept.images():
-            claims += claims_of_image(self.cache, kept, edge_bytes(self.texts[kept.owner][: kept.tokens]), PAGE)
+                table = [(Tier.DEVICE, page) for page in run.holding.table]
+                claims += claims_of_pages(table, run.written.until(run.kv), ids, PAGE)
+                assert run.holding.shared * PAGE <= run.written.pure(run.kv), "pages of several weights are shared"
+        images = self.cache.kept.images()
+        for kept in images:
+            runs = first_tokens(self.histories[kept], kept.tokens)
+            claims += claims_of_image(self.cache, kept, runs, edge_bytes(self.texts[kept.owner][: kept.tokens]), PAGE)
+        idle = [kept for kept in images if not kept.pinned and kept.tier is Tier.DEVICE]
+        assert self.cache.kept.spare == sum(len(kept.tail.get(Tier.DEVICE, ())) for kept in idle)
         self.contents.verify(claims)
         self.contents.check_free_pages()
         for tier in Tier:
@@ -380,7 +456,7 @@ class TierWorld:
             assert (stats.private, stats.reserved, stats.free + stats.tree) == (0, 0, stats.total)
             assert stats.arrived + stats.failed == self.flights.ended[tier]
             assert self.cache._tree.level(tier).evictable == stats.tree
-        everything = Run(holding=self.cache.open(TrajectoryId("x"), self.weights_id, b"", 0), kv=0)
+        everything = self.nobody()
         while not self.grow(everything, self.cache.total):
             self.settle()
             self.drain()
@@ -389,3 +465,19 @@ class TierWorld:
         self.settle()
         self.check()
         assert all(self.cache.stats(tier).free == self.cache.tiered.total(tier) for tier in Tier)
+        assert self.cache.tiered.purge(set())
+        assert not self.cache._tree._roots
+
+
+def tokens_of(runs: tuple[KVRun, ...]) -> int:
+    return sum(run.tokens for run in runs)
+
+
+def subtree(root: Node) -> list[Node]:
+    """All below."""
+    found, stack = [], [*root.children.values()]
+    while stack:
+        node = stack.pop()
+        found.append(node)
+        stack += node.children.values()
+    return found
