@@ -143,5 +143,67 @@ def _control(results: Mapping[str, Any]) -> Shown:
     return Shown(tables=[Table.of("deciding", overheads | updates)])
 
 
-OWN: Mapping[str, Callable[[Mapping[str, Any]], Shown]] = {"longtail": _longtail, "keep": _keep, "control": _control}
+def _weights(results: Mapping[str, Any]) -> Shown:
+    models = {name: row for name, row in results.items() if isinstance(row, Mapping)}
+    rows: dict[str, dict[str, Any]] = {}
+    for model, row in models.items():
+        for name, each in row.items():
+            if isinstance(each, Mapping) and "in_place_s" in each:
+                rows[f"{model}, {name}"] = _update(each, row) if "decoding" in each else _among_steps(each)
+    seconds = {
+        model: {
+            name: each["update_s"] for name, each in row.items() if isinstance(each, Mapping) and "decoding" in each
+        }
+        for model, row in models.items()
+    }
+    return Shown(tables=[Table.of("update", rows)], chart=Chart.of("s", seconds))
+
+
+def _update(each: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+    shown_row = {
+        "call (s)": each["update_s"],
+        "trainer (s)": each["trainer_s"],
+        "a worker: prepare (s)": each["prepare_s"],
+        "commit (s)": each["commit_s"],
+        "both over memcpy": each["in_place_s"] / model["memcpy_s"],
+    }
+    if "one_worker" in each:
+        shown_row["of one worker"] = each["one_worker"]["in_place_s"] / model["one_worker"]["memcpy_s"]
+    return shown_row | _among_steps(each["decoding"])
+
+
+def _among_steps(each: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "decoding: call (s)": each["update_s"],
+        "longest gap (ms)": 1e3 * each["gap_s"],
+        "step (ms)": 1e3 * each["step_s"],
+        "while preparing (ms)": 1e3 * each["step_preparing_s"],
+    }
+
+
+def _mismatch(results: Mapping[str, Any]) -> Shown:
+    rows = {
+        f"{dtype}, {case}": {
+            **{name.replace("_", " "): value for name, value in row.items() if isinstance(value, int)},
+            **{
+                f"{figure}, {name.replace('_', ' ')}": figures[f"{figure}_abs_delta"]
+                for name, figures in row.items()
+                if isinstance(figures, Mapping) and name.startswith("trainer_")
+                for figure in ("mean", "max")
+            },
+        }
+        for dtype, cases in results.items()
+        if isinstance(cases, Mapping)
+        for case, row in cases.items()
+    }
+    return Shown(tables=[Table.of("workers, case", rows)])
+
+
+OWN: Mapping[str, Callable[[Mapping[str, Any]], Shown]] = {
+    "longtail": _longtail,
+    "keep": _keep,
+    "control": _control,
+    "weights": _weights,
+    "mismatch": _mismatch,
+}
 """Benchmarks that have tables of their own."""

@@ -42,6 +42,33 @@ KEEP: dict[str, Any] = {
     },
 }
 CONTROL: dict[str, Any] = {"step_overhead_256_ms": 0.96, "step": {"loop_ms": 0.1}, "updates_per_s": 54837.3}
+DECODING = {"update_s": 3.0, "gap_s": 0.5, "step_s": 0.25, "step_preparing_s": 0.375, "in_place_s": 2.0}
+STORED: dict[str, Any] = {
+    "update_s": 2.0,
+    "trainer_s": 1.0,
+    "prepare_s": 0.25,
+    "commit_s": 0.75,
+    "in_place_s": 1.0,
+    "one_worker": {"in_place_s": 0.75},
+    "decoding": DECODING,
+}
+WEIGHTS: dict[str, Any] = {
+    "smollm2": {
+        "nbytes": 8,
+        "memcpy_s": 0.5,
+        "one_worker": {"memcpy_s": 0.25},
+        "object_store": STORED,
+        "recompute": DECODING | {"gap_s": 0.75},
+    },
+    "load_average": 0.5,
+}
+FAR = {"mean_abs_delta": 1e-2, "max_abs_delta": 1e-1}
+NEAR = {"mean_abs_delta": 1e-6, "max_abs_delta": 1e-5}
+MISMATCH: dict[str, Any] = {
+    "fp32": {"after": {"tokens": 6, "trainer_fp32": NEAR, "other_weights": FAR}},
+    "bf16": {"pool": {"tokens": 6, "suspensions": 3, "trainer_fp32": FAR, "trainer_bf16": FAR}},
+    "fp32_mean_abs_delta": 1e-6,
+}
 
 
 def test_what_is_charted_are_rates_or_durations_that_entries_share_or_single_ones() -> None:
@@ -83,3 +110,23 @@ def test_control_has_its_two_numbers() -> None:
     (table,) = what.tables
     assert [row["measured"] for row in table.rows.values()] == [0.96, 54837.3]
     assert what.chart is None
+
+
+def test_updates_have_a_row_for_each_model_and_transport() -> None:
+    what = shown("weights", WEIGHTS)
+    (table,) = what.tables
+    assert list(table.rows) == ["smollm2, object_store", "smollm2, recompute"]
+    stored = table.rows["smollm2, object_store"]
+    assert (stored["both over memcpy"], stored["of one worker"], stored["longest gap (ms)"]) == (2.0, 3.0, 500.0)
+    assert table.rows["smollm2, recompute"]["longest gap (ms)"] == 750.0
+    assert what.chart is not None
+    assert what.chart.table.rows == {"smollm2": {"object_store": 2.0}}
+    alone = {name: value for name, value in STORED.items() if name != "one_worker"}
+    (table,) = shown("weights", {"random": {"memcpy_s": 0.5, "object_store": alone}}).tables
+    assert "of one worker" not in table.columns
+
+
+def test_mismatches_are_those_of_each_trainer_by_case() -> None:
+    (table,) = shown("mismatch", MISMATCH).tables
+    assert table.rows["fp32, after"] == {"tokens": 6, "mean, trainer fp32": 1e-6, "max, trainer fp32": 1e-5}
+    assert set(table.rows["bf16, pool"]) > {"suspensions", "mean, trainer bf16", "max, trainer bf16"}
