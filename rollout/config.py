@@ -302,9 +302,12 @@ class ObjectStore(Section):
 
 
 class Disk(Section):
-    """The trainer names a directory of safetensors; every worker reads it."""
+    """The trainer names a directory of safetensors, or has tensors written to one; every worker reads it."""
 
     kind: Literal["disk"]
+    path: Path | None = None
+    """A directory that every node sees, for tensors that `update_weights` is given: each update has one of its own
+    there, which goes when the next is live. null: it is given directories only."""
 
 
 class Collective(Section):

@@ -19,7 +19,7 @@ from rollout.client.intake import Intake
 from rollout.cluster import launch
 from rollout.cluster.calls import call
 from rollout.cluster.description import ServiceDescription
-from rollout.cluster.weights import Shipment
+from rollout.cluster.shipment import Publications, Shipment
 from rollout.config import Config, load_config
 from rollout.errors import DeadlineError, InvalidArgumentError, RolloutError, ServiceClosedError
 from rollout.metrics import KVCheck, ServiceStats
@@ -78,6 +78,7 @@ class AsyncRollout:
         self._on_close = on_close
         self._closed = False
         self._handouts = Handouts()
+        self._publications = Publications()
         self._turns: dict[TrajectoryId, TurnMark] = {}
         """The last turn of each trajectory that was handed out."""
         self.tokenizer = Tokenizer(description.tokenizer)
@@ -384,9 +385,13 @@ class AsyncRollout:
                 *(shipment.parcel, version, chosen, left_s, delta),
                 timeout_s=left_s + CALL_S,
             )
+        except BaseException:
+            self._publications.refused(shipment.written)
+            raise
         finally:
             shipment.close()
             sending.add_done_callback(lambda sent: sent.cancelled() or sent.exception())
+        self._publications.live(shipment.written, delta=delta)
         return report
 
     async def flush(self) -> FlushReport:

@@ -166,17 +166,17 @@ class Host:
         except queue.Empty:
             raise DeadlineError(f"the engine of {self._worker} did not answer within {timeout_s:g} s") from None
 
-    def prepare_weights(self, name: str, source: WeightsSource) -> int:
-        """See that all of `source` can be read, is whole and fits; returns its size in bytes.
+    def prepare_weights(self, name: str, source: WeightsSource, *, delta: bool) -> int:
+        """See that all of `source` can be read, is whole, and fits, as far as it goes if it is a `delta`; its bytes.
 
         Raises `WeightsError` or `UnsupportedModelError`.
         """
         self.drop_weights()
-        if source.manifest.delta and self._lacks_weights:
+        if delta and self._lacks_weights:
             source.close()
             raise WeightsSourceError(f"{self._worker}: got some tensors, allowed: all, as it gave its memory back")
         try:
-            check_weights(self._decoder, source.manifest.described(), partial=source.manifest.delta)
+            check_weights(self._decoder, source.manifest.described(), partial=delta)
             source.verify()
         except BaseException:
             source.close()

@@ -125,7 +125,7 @@ class Worker:
         `rank` is that of this worker among `size` ends of the transfer. Raises `WeightsError` or
         `UnsupportedModelError`.
         """
-        return self._the_same(incarnation).prepare_weights(name, open_parcel(parcel, rank, size))
+        return self._the_same(incarnation).prepare_weights(name, open_parcel(parcel, rank, size), delta=parcel.delta)
 
     @ray.method(concurrency_group="weights")
     def commit_weights(

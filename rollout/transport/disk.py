@@ -60,6 +60,13 @@ def publish(path: Path, named_tensors: Iterable[tuple[str, Tensor]], *, bucket_b
     return manifest
 
 
+def unpublish(path: Path) -> None:
+    """Remove what `publish` put at `path`; whoever has opened it reads on. Nothing happens if it is not there."""
+    target = path.resolve()
+    path.unlink(missing_ok=True)
+    shutil.rmtree(target, ignore_errors=True)
+
+
 class DiskWeights:
     """A directory that was published, or any of Hugging Face's with safetensors, which then has no checksums.
 

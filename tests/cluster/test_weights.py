@@ -242,6 +242,28 @@ def test_weights_are_broadcast_and_a_worker_that_comes_back_has_them_from_anothe
     assert output(roll_out(service, "r")) == truth[2]
 
 
+def test_tensors_go_by_a_directory_of_their_own_that_goes_with_the_next(
+    service: Rollout, models: list[Path], truth: list[Output], tmp_path: Path
+) -> None:
+    with other_client(service, {"kind": "disk", "path": tmp_path}) as client:
+        client.update_weights(tensors(models[1]), 1)
+        assert output(roll_out(service, "p")) == truth[1]
+        changed = {name: tensor for name, tensor in tensors(models[2]).items() if "layers.0" not in name}
+        client.update_weights(changed, 2, delta=True)
+        with pytest.raises(WeightsUpdateError, match="missing"):
+            client.update_weights(changed, 3)
+        assert len([path for path in tmp_path.iterdir() if path.is_symlink()]) == 2
+        client.update_weights({n: t for n, t in tensors(models[2]).items() if n not in changed}, 3, delta=True)
+        assert output(roll_out(service, "q")) == truth[2]
+        client.update_weights(tensors(models[1]), 4)
+        assert len(list(tmp_path.iterdir())) == 2, "a link, and what it leads to"
+    with (
+        other_client(service, {"kind": "disk"}) as client,
+        pytest.raises(WeightsError, match=r"got tensors, allowed: a directory, or set weights\.transport\.path"),
+    ):
+        client.update_weights(tensors(models[1]), 5)
+
+
 def test_a_broadcast_whose_sender_fails_changes_nothing(
     service: Rollout, models: list[Path], truth: list[Output]
 ) -> None:
