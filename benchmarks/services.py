@@ -47,7 +47,7 @@ def ray_for(configs: Iterable[Config]) -> Iterator[None]:
         address="local",
         namespace=NAMESPACE,
         num_cpus=sum(each.cluster.workers * each.cluster.cpus_per_worker for each in asked),
-        object_store_memory=sum(map(_store_bytes, asked)),
+        object_store_memory=sum(map(store_bytes, asked)),
         include_dashboard=False,
         logging_level="warning",
         log_to_driver=False,
@@ -77,7 +77,7 @@ def _named(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     return {**cluster, "name": f"{cluster['name']}-{name}" if "name" in cluster else f"bench-{name}"}
 
 
-def _store_bytes(config: Config) -> int:
+def store_bytes(config: Config) -> int:
     """The least object store in which `placement.check_store` lets it start on a node that it has for itself.
 
     That is its inverse: who changes one changes the other.
