@@ -91,6 +91,7 @@ class Supervisor:
 
     def fence(self, worker: WorkerId) -> None:
         """End its process; it comes back as another one."""
+        self._serving.discard(worker)
         if worker in self._posts:
             ray.kill(self._posts[worker].actor, no_restart=False)
 

@@ -152,7 +152,7 @@ class Updater:
             previous=before.version,
             mode=mode,
             workers=tuple(sorted(committed)),
-            fenced={worker: str(error) for worker, error in failures.items()},
+            fenced={worker: one_line(error) for worker, error in failures.items()},
             nbytes=max(committed.values()),
             prepare_s=prepared - began,
             pause_s=time.monotonic() - prepared,

@@ -163,7 +163,9 @@ class Engine:
             known = restoring[0].known_tokens if restoring is not None else sequence.computed
             if in_place and known and self._live.may_use(sequence.written.until(known)):
                 sequence.change_weights(known, weights)
-            elif restoring is not None:
+                continue
+            sequence.image = None  # older weights wrote that, too
+            if restoring is not None:
                 sequence.outdated = True
             else:
                 self._scheduler.requeue(sequence)
