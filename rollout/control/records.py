@@ -287,6 +287,8 @@ class Record:
         """Take new tokens in; returns how many were not told before."""
         known = len(self.columns) - event.offset
         assert known >= 0, f"{self.trajectory_id}: tokens from {event.offset} on, but only {len(self.columns)} known"
+        if known:
+            self.spans.told_again()
         news = event.columns.since(known)
         if news:
             self.spans.sampled(self.tokens, news.versions)

@@ -28,6 +28,10 @@ class Spans:
             self._known_tokens += run.tokens
         self._known = tuple(starts)
 
+    def told_again(self) -> None:
+        """A token was told of before, and so was the admission that it came after."""
+        self._known = None
+
     def sampled(self, first: int, versions: Sequence[Version | None]) -> None:
         """Tokens at positions from `first` on."""
         at = first
