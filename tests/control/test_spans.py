@@ -8,8 +8,9 @@ from itertools import groupby, product
 
 import pytest
 
+from rollout.control.messages import Admitted, Preempted, Sampled
 from rollout.control.spans import Spans
-from rollout.types import AbortReason, Keep, KVRun, KVSpan, Phase, Then, Trajectory, UpdateMode, Version
+from rollout.types import AbortReason, Columns, Keep, KVRun, KVSpan, Phase, Then, Trajectory, UpdateMode, Version
 from tests.control.stage import PROMPT, W1, W2, Stage, member
 from tests.weights import WEIGHTS, loaded, written
 
@@ -234,6 +235,26 @@ def test_what_is_told_of_an_epoch_that_is_over_or_twice_changes_no_span() -> Non
     stage.up(W2)
     assert stage.phase(A) in (Phase.PREFILLING, Phase.RESTORING)
     assert [(span.first, span.stop) for span in stage.record(A).snapshot().kv_spans] == [(P, P + 3)]
+
+
+@pytest.mark.parametrize("more", [0, 2])
+def test_a_report_of_a_preemption_and_what_came_after_changes_no_span_when_it_is_told_again(more: int) -> None:
+    """It may have more tokens the second time."""
+    stage = decoding(weights=STALE)
+    record = stage.record(A)
+
+    def report(tokens: int) -> None:
+        told = {"trajectory_id": A, "epoch": record.epoch}
+        again = Admitted(**told, cached_tokens=0, restored_tokens=0, recomputed_tokens=P + 2, written=())
+        news = Columns([103 + i for i in range(tokens)], [-0.5] * tokens, [V0] * tokens)
+        stage.report(W1, Preempted(**told), again, Sampled(**told, offset=3, columns=news))
+
+    report(1)
+    report(1 + more)
+    stage.live(1)
+    stage.sample(A, version=1)
+    at = P + 4 + more
+    assert spans_of(end(stage)) == [(P, at, ((0, P, V0),)), (at, at + 1, ((0, at - 1, V0), (at - 1, at, V1)))]
 
 
 def test_appended_tokens_are_written_by_what_samples_next() -> None:

@@ -258,6 +258,7 @@ class World:
         self.now += 1
         report, commands = self.controller.resume(ids, self.now)
         self.to_hold -= set(report.resumed)
+        self.holding -= set(report.resumed)  # they may be stopped at once for something else
         self.carry_out(commands)
 
     def extend(self, t: TrajectoryId, count: int) -> None:
@@ -275,6 +276,7 @@ class World:
         self.extensions.append((t, ids, call))
         self.books.given[t, seed].update({len(before.output_ids) + i: value for i, value in enumerate(ids)})
         self.to_hold.discard(t)
+        self.holding.discard(t)
         self.carry_out(commands)
 
     def extend_again(self, number: int) -> None:
