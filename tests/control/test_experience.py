@@ -168,4 +168,36 @@ def test_an_update_that_is_told_twice_is_one() -> None:
     assert experience(stage).same_weights(4.9, 10.0) == 1.0, "10 s passed between 1 and 2"
 
 
+@pytest.mark.parametrize("lag", [0, 1, 2])
+def test_kv_is_of_use_for_as_many_updates_as_it_may_be_behind(lag: int) -> None:
+    stage = Stage(W1)
+    stage.live(1)
+    stage.wait(10.0)
+    stage.live(2)
+    left_s = 10.0 * (1 + lag)
+    assert experience(stage).same_weights(left_s - 0.1, stage.now, updates=lag) == 1.0
+    assert experience(stage).same_weights(left_s + 0.1, stage.now, updates=lag) == 0.0
+
+
+@pytest.mark.parametrize(("lag", "likely"), [(0, 0.0), (1, 1.0)])
+def test_what_comes_back_after_the_next_update_is_likely_to_go_on_only_if_its_kv_may_be_stale(
+    lag: int, likely: float
+) -> None:
+    reuse = {"kind": "stale", "max_lag": lag} if lag else {"kind": "same_weights"}
+    stage = Stage(W1, weights={"kv_reuse": reuse}, keep="auto")
+    stage.live(1)
+    stage.wait(10.0)
+    stage.live(2)
+    stage.submit("a")
+    stage.admit(A)
+    stage.sample(A, 3, version=2)
+    stage.hold(A)
+    stage.wait(15.0)
+    stage.resume(A)
+    stage.admit(A)
+    stage.live(3)
+    stage.hold(A)
+    assert stage.controller.keeping.last[-1].likely == likely
+
+
 # Room at home -------------------------------------------------------------------------------------

@@ -175,8 +175,7 @@ def test_kv_is_not_brought_to_a_worker_during_an_update_that_empties_it(mode: Up
     assert start_of(stage.end_update(), A).assignment.watch.only_loads
 
 
-@EMPTYING
-def test_evaluation_takes_nobodys_place_during_an_update(mode: UpdateMode) -> None:
+def test_evaluation_takes_nobodys_place_during_an_update() -> None:
     stage = decoding(room=1)
     stage.begin_update(UpdateMode.FINISH)
     assert stage.evaluate("e") == []
