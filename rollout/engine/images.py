@@ -65,6 +65,8 @@ class Images:
         before = self._settled(sequence.trajectory_id) if sequence.holding is None else None
         if before is not None and self._live.may_use(before.parked.written):
             return self._park_again(sequence, before)
+        if before is not None:  # nobody asks for it any more
+            self.resumed(sequence.trajectory_id)
         if sequence.holding is not None:
             image = self._cache.park(sequence.holding, sequence.key_of(sequence.shareable_end), sequence.computed)
             sequence.holding = None

@@ -5,8 +5,10 @@ import pytest
 from rollout.config import WriteBack
 from rollout.control.messages import Admitted, Parked, Preempted
 from rollout.engine.sequence import Status
+from rollout.errors import SegmentMissingError
 from rollout.kv.keys import Fingerprint, PageNames, root_key
 from rollout.kv.nodes import Node
+from rollout.kv.restore import Restored
 from rollout.kv.written import Written
 from rollout.types import Columns, Image, Keep, KVRun, NodeId, SegmentId, SegmentRun, TrajectoryId, Version, Weights
 from tests.engine.scripted import PAGE_TOKENS, Scripted, count_up
@@ -337,6 +339,44 @@ def test_what_is_being_loaded_from_the_host_is_of_no_use_when_the_weights_are_re
     assert scripted.ids("a") == list(range(8))
     assert_nothing_is_left(scripted)
     assert scripted.engine.stats.host.free == 20
+
+
+@pytest.mark.parametrize("max_lag", [0, 1])
+@pytest.mark.parametrize("keep", [Keep.DEVICE, Keep.HOST])
+def test_what_waits_to_go_on_with_its_image_and_is_stopped_leaves_one_image_or_none(keep: Keep, max_lag: int) -> None:
+    """The image that it came for is its own again, or if it is of no use any more forgotten."""
+    scripted = Scripted(pages=20, host_pages=20)
+    output = suspended(scripted, "a", keep, output=4)
+    scripted.engine.pause()
+    key = scripted.submit("a", PROMPT, output=output, epoch=2, kv_tokens=33)
+    scripted.update(V1, max_lag=max_lag)
+    scripted.engine.abort(key)
+    scripted.run()
+    assert scripted.parked("a").kv_tokens == 33 * max_lag
+    assert scripted.engine.stats.parked == 1
+    scripted.engine.release(key)
+    scripted.run()
+    scripted.engine.expire()
+    assert scripted.engine.stats.parked == 0
+    assert (scripted.engine.stats.device.free, scripted.engine.stats.host.free) == (20, 20)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_restore_that_fails_after_the_weights_were_replaced_leaves_nothing_of_its_history(in_place: bool) -> None:
+    scripted = Scripted()
+    scripted.restorer.held = True
+    key = scripted.submit("a", PROMPT, output=known(4), image=image(KVRun(WEIGHTS, 33)))
+    scripted.step()
+    scripted.update(V1, max_lag=1, in_place=in_place)
+    scripted.restorer.poll = lambda: [Restored(key=key, tokens=0, error=SegmentMissingError("gone"))]  # type: ignore
+    scripted.step()
+    scripted.restorer.poll = list  # type: ignore[method-assign]
+    scripted.steps(6)
+    assert [event.restored_tokens for event in admitted(scripted, "a")] == [0]
+    stopped = parked(scripted, "a")
+    assert stopped.written == written(stopped.kv_tokens, V1)
+    tokens = [*PROMPT, *known(4).ids, *scripted.ids("a")]
+    assert stopped.page_keys == names_of(tokens, stopped.written)
 
 
 @pytest.mark.parametrize("held", ["copier", "restorer"])
