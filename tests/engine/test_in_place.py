@@ -92,6 +92,17 @@ def test_in_the_middle_of_a_prompt_the_new_weights_go_on_from_the_old_ones_chunk
     service.close()
 
 
+@pytest.mark.xfail(strict=True, reason="nobody tells the controller of a change between admission and the first token")
+def test_the_result_names_the_old_ones_chunks(paths: Paths) -> None:
+    service = LocalService(paths[0], workers=1, kv_reuse=stale(1), **RUNNING)
+    service.submit("p", prompts(1, lengths=(70,))[0], GREEDY)
+    service.step()
+    service.update(paths[1], 1, in_place=True)
+    trajectory = service.run(1)[NAME]
+    service.close()
+    assert spans(trajectory) == [(70, 94, [(0, 16, 0), (16, 70, 1)])]
+
+
 BEFORE, MORE = 4, 16
 """Tokens before the update, and before the trajectory is suspended."""
 OLD = PROMPT_TOKENS + BEFORE - 1
@@ -200,6 +211,26 @@ def test_what_runs_is_computed_again_without_its_earlier_image_unless_it_goes_on
     trajectory = service.run(1)[NAME]
     assert spans(trajectory)[-1] == (KV + 1, 64, [(0, KV + 1, 1)])
     assert_greedy_as_it_says(paths, trajectory)
+    service.close()
+
+
+def test_what_is_being_restored_goes_on_in_place(paths: Paths) -> None:
+    service = LocalService(paths[0], kv_reuse=stale(1), canary=True)
+    service.submit("p", PROMPT, GREEDY)
+    step_until_tokens(service, BEFORE, NAME)
+    suspend(service, Keep.POOL, NAME)
+    service.pool.gate.clear()
+    service.resume(NAME)
+    service.step_until(lambda: service.pool.restores == 1)
+    service.update(paths[1], 1, in_place=True)
+    service.step()
+    service.pool.gate.set()
+    trajectory = service.run(1)[NAME]
+    (resume,) = trajectory.resumes
+    assert (resume.restored_tokens, resume.recomputed_tokens) == (OLD, 0)
+    assert spans(trajectory)[1:] == [(OLD + 1, 64, [(0, OLD, 0), (OLD, OLD + 1, 1)])]
+    assert_greedy_as_it_says(paths, trajectory)
+    assert_nothing_is_left_but(service, trajectory)
     service.close()
 
 
