@@ -10,7 +10,7 @@ with rollout.start(config) as service:
     service.submit(["What is 3 + 4?", "Name a colour."], n=4)
     done = service.next_groups(1)  # the first group whose four trajectories are over
     late = service.abort(keep="pool", then="hold")  # the others stop, and all their KV moves to the pool
-    print(f"{len(late.found)} suspended after {[len(one.output_ids) for one in late.partials]} tokens")
+    print(f"{len(late.found)} suspended, {len(late.finished)} had finished")
     service.resume()  # they go on exactly where they stopped, on whichever worker has room
     for group in done + service.next_groups(1):
         for one in group.trajectories:

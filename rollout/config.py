@@ -127,8 +127,8 @@ class ClusterConfig(Section):
 
 
 class PoolConfig(Section):
-    budget_bytes: ByteSize = ByteSize(2 << 30)
-    """KV that the pool of one node may hold in Ray's object store."""
+    budget_bytes: ByteSize | None = None
+    """KV that the pool of one node may hold in Ray's object store; null: 2 GiB, or what the store has room for."""
     reserve_bytes: ByteSize = ByteSize(0)
     """Object-store bytes the driver itself will use on a node, such as weight buckets in flight."""
     max_object_bytes: ByteSize = ByteSize(256 << 20)

@@ -120,6 +120,8 @@ class Tokenizer:
         """
         if not messages:
             raise InvalidPromptError("got no messages, allowed: one or more that follow the assistant's")
+        for index, message in enumerate(messages):
+            _plain_message(index, message)
         stub = [{"role": "user", "content": "."}, {"role": "assistant", "content": _ANSWER}]
         _, found, after = self._render([*stub, *messages], add_generation_prompt=True).partition(_ANSWER)
         if not found:

@@ -140,6 +140,8 @@ class AbortReason(StrEnum):
     DISCARD = "discard"
     """A call of `discard`."""
     SLICE_BUDGET = "slice_budget"
+    BUDGET = "budget"
+    """It has sampled its part of what its group may, and comes back for more (`max_group_tokens`)."""
     OVER_LONG = "over_long"
     DEADLINE = "deadline"
     STALE = "stale"

@@ -25,7 +25,7 @@ def test_the_quickstart_runs(
     monkeypatch.setattr(sys, "argv", [str(QUICKSTART), str(model)])
     runpy.run_path(str(QUICKSTART), run_name="__main__")
     lines = capsys.readouterr().out.splitlines()
-    assert " suspended after [" in lines[0]
+    assert " suspended, " in lines[0]
     assert sorted(line.split()[0] for line in lines[1:]) == [
         f"auto-{group}/{sample}" for group in (0, 1) for sample in range(4)
     ]

@@ -287,7 +287,7 @@ def test_a_next_turn_needs_messages_and_a_template(files: TokenizerFiles, tokeni
         tokenizer.next_turn_ids([], last_id=None)
     with pytest.raises(ConfigError, match="has none"):
         with_template(files, None).next_turn_ids(TURNS[0], last_id=None)
-    with pytest.raises(InvalidPromptError, match="message 2: content: got nothing"):
+    with pytest.raises(InvalidPromptError, match="message 0: content: got nothing"):
         tokenizer.next_turn_ids([{"role": "user"}], last_id=None)
 
 

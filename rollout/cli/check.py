@@ -6,6 +6,7 @@ if a counter is wrong, or something does not answer.
 
 import argparse
 import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -16,6 +17,9 @@ from rich.table import Table
 from rollout.cli.output import check_writable, write_atomically
 from rollout.errors import ConfigError
 from rollout.metrics import EngineStats, KVCheck, PoolStats, TierStats
+
+FILE_WIDTH = 200
+"""Columns of output that is not for a terminal: as wide as the tables need."""
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -37,7 +41,7 @@ def _check(args: argparse.Namespace) -> int:
     with connect(args.name, args.address) as service:
         checks = service.check_kv()
         stats = service.stats()
-    console = Console(highlight=False)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else FILE_WIDTH)
     if stats.workers:
         console.print(_tiers({worker.worker: worker.engine for worker in stats.workers}))
     if stats.pools:

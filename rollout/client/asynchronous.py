@@ -156,6 +156,8 @@ class AsyncRollout:
         `UnsatisfiableVersionError` or `DuplicateKeyError`, and nothing of the call is queued. Equal submissions of one
         key are one, so a call that timed out can be repeated.
         """
+        if metadata is not None and not isinstance(metadata, Mapping):
+            raise InvalidArgumentError(f"metadata: got {type(metadata).__name__}, allowed: a mapping")
         submissions = self._intake.submissions(
             prompts,
             n=n,
@@ -224,12 +226,15 @@ class AsyncRollout:
 
         As soon as there are so many, everything else is stopped and held (policy `quota`; `groups.rest: withhold`
         lets it run on), and is what the next `collect` begins with. Groups that `accept` refuses, such as those whose
-        rewards are all alike, do not count, and others are begun for them. Raises `StalledError`.
+        rewards are all alike, do not count, and others are begun for them. What was held by something else (a policy,
+        `abort`) is not resumed by this. Raises `StalledError`.
         """
         timeout_s = _seconds(timeout_s)
         _check_count("groups", groups)
-        if not 0 <= over_sample < math.inf:
+        if not isinstance(over_sample, int | float) or not 0 <= over_sample < math.inf:
             raise InvalidArgumentError(f"over_sample: got {over_sample!r}, allowed: a share >= 0")
+        if accept is not None and not callable(accept):
+            raise InvalidArgumentError(f"accept: got {accept!r:.80}, allowed: a function of a Delivery")
         if accept is None:
             with self._handouts.open() as handout:
                 collected: Collected = await self._call(
@@ -292,6 +297,8 @@ class AsyncRollout:
         """
         timeout_s = _seconds(timeout_s)
         where, what = _one_of(Keep, "keep", keep), _one_of(Then, "then", then)
+        if where is Keep.HOST and not self._config.host.bytes:
+            raise InvalidArgumentError("keep: got host, which needs host.bytes > 0 in the configuration")
         report: AbortReport = await self._call(
             self._controller.abort, _names(ids), where, what, timeout_s, timeout_s=timeout_s + CALL_S
         )
@@ -341,7 +348,10 @@ class AsyncRollout:
         await self._call(self._controller.extend, name, ids, uuid.uuid4().hex)
 
     async def pause(self) -> None:
-        """Have no worker run a step, and start nothing, until `unpause`. Aborts take effect all the same."""
+        """Have no worker run a step, and start nothing, until `unpause`.
+
+        Aborts and submissions are taken all the same, and calls that wait do so until their timeout; that is no stall.
+        """
         await self._call(self._controller.pause)
 
     async def unpause(self) -> None:

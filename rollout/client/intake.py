@@ -94,7 +94,9 @@ class Intake:
             raise InvalidPromptError(f"extend: got {type(what).__name__}, allowed: messages, text or token ids")
         if not isinstance(what, str) and len(what) and isinstance(what[0], Mapping):
             if to is None:
-                raise InvalidPromptError("extend: got messages for an id, allowed: for the trajectory as handed out")
+                raise InvalidPromptError(
+                    "extend: got messages with an id, allowed: text or token ids there, messages with the trajectory"
+                )
             last_id = (to.output_ids or to.prompt_ids)[-1]
             ids: Sequence[int] = self._tokenizer.next_turn_ids(what, last_id=last_id)  # type: ignore[arg-type]
         elif isinstance(what, str) and what:

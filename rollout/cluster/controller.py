@@ -84,6 +84,8 @@ class ControllerActor:
         self._config = config
         self._described = list(described)
         self._first_weights = weights
+        assert config.pool.budget_bytes is not None, "placement gives it one"
+        self._pool_bytes = int(config.pool.budget_bytes)
         self._numbers = itertools.count(len(posts))
         self._background = Background()
         self._workers = Supervisor(
@@ -139,7 +141,8 @@ class ControllerActor:
         def room() -> bool:
             return self._core.outstanding + self._core.new_trajectories(submissions) <= most
 
-        await self._until(room, wait_s)
+        if self._core.new_trajectories(submissions) <= most:
+            await self._until(room, wait_s)
         if not room():
             raise ServiceBusyError(
                 f"{self._core.outstanding} trajectories are outstanding, {self._core.new_trajectories(submissions)} "
@@ -376,8 +379,7 @@ class ControllerActor:
         while True:
             for node, pool in list(self._workers.pools.items()):
                 if (free := await self._ask(pool.room)) is not None:
-                    budget = int(self._config.pool.budget_bytes)
-                    self._handle(PoolRoom(node=node, free_bytes=free, budget_bytes=budget))
+                    self._handle(PoolRoom(node=node, free_bytes=free, budget_bytes=self._pool_bytes))
                 if nbytes := await self._ask(pool.spilled):
                     self._handle(Spilled(node=node, nbytes=nbytes))
             await asyncio.sleep(LOOK_S)

@@ -126,7 +126,8 @@ def launch(config: Config) -> Service:
         actors += [post.actor for post in posts.values()]
         described = describe(posts.values(), config.cluster.start_timeout_s)
         check_alike(described, deterministic=config.engine.deterministic)
-        check_store(config.pool, config.weights, described)
+        pool = check_store(config.pool, config.weights, described)
+        config = config.model_copy(update={"pool": pool})
         pools = {worker.node: start_pool(config, worker) for worker in {each.node: each for each in described}.values()}
         actors += pools.values()
         description = ServiceDescription(

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 import ray
+from pydantic import ByteSize
 from ray.util.placement_group import (
     PlacementGroup,
     get_placement_group,
@@ -24,6 +25,8 @@ from rollout.types import WorkerId
 
 PLACEMENT_S = 20.0
 """Seconds for CPUs or GPUs that the cluster has, but others use, to become free."""
+POOL_BYTES = 2 << 30
+"""Budget of a pool that is given none, if the store has room for it."""
 STORE_SLACK_BYTES = 64 << 20
 STORE_SHARE = 0.75
 """Of the object store, what may be used: Ray spills above 0.8."""
@@ -102,8 +105,9 @@ def check_room(workers: Sequence[WorkerDescription], *, max_context: int) -> Non
         )
 
 
-def check_store(pool: PoolConfig, weights: WeightsConfig, described: Sequence[WorkerDescription]) -> None:
-    """Ray never says that its store is full, it spills: so what may be in it must fit, by arithmetic.
+def check_store(pool: PoolConfig, weights: WeightsConfig, described: Sequence[WorkerDescription]) -> PoolConfig:
+    """Ray never says that its store is full, it spills: so what may be in it must fit, by arithmetic. Returns `pool`, with
+    a budget if it has none. Raises `ConfigError`.
 
     Beside the pool that is what the driver reserves, what each worker of a node touches to warm up, and, where
     images come from other nodes, one copy of the longest, whatever the number of readers: the pool of the readers'
@@ -114,14 +118,19 @@ def check_store(pool: PoolConfig, weights: WeightsConfig, described: Sequence[Wo
     workers = Counter(worker.node for worker in described)
     copy_room = described[0].max_context * described[0].token_bytes if len(workers) > 1 else 0
     updates = 2 * described[0].weights_bytes if weights.transport.kind == "object_store" else 0
-    budget = int(pool.budget_bytes)
+    fits = POOL_BYTES
     for node in ray.nodes():
+        if node["NodeID"] not in workers:
+            continue
         store = int(node["Resources"].get("object_store_memory", 0.0))
         warmed = workers[node["NodeID"]] * int(pool.warm_bytes)
         rest = int(pool.reserve_bytes) + warmed + copy_room + updates + STORE_SLACK_BYTES
         most = max(0, int(STORE_SHARE * store) - rest)
-        if node["NodeID"] in workers and budget > most:
+        budget = int(pool.budget_bytes) if pool.budget_bytes is not None else 1
+        if budget > most:
             raise ConfigError(
-                f"pool.budget_bytes: got {budget}, allowed: at most {most} "
+                f"pool.budget_bytes: got {pool.budget_bytes}, allowed: at most {most} "
                 f"with the object store of {store} bytes on node {node['NodeID'][:8]}"
             )
+        fits = min(fits, most)
+    return pool if pool.budget_bytes is not None else pool.model_copy(update={"budget_bytes": ByteSize(fits)})

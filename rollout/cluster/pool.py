@@ -61,6 +61,7 @@ class Pool:
         self._object_pages = max(1, int(config.max_object_bytes) // (page_tokens * token_bytes))
         self._name = uuid.uuid4().hex[:8]
         """Of this process: the names that it gives are never given again after a restart."""
+        assert config.budget_bytes is not None, "placement gives it one"
         self._ledger = PoolLedger(int(config.budget_bytes), copy_room=copy_room, first_lease=time.time_ns())
         self._segments: dict[SegmentId, tuple[Manifest, Any]] = {}
         """Manifest and reference of every live or still read segment."""

@@ -39,6 +39,7 @@ DEFAULTS = {
     AbortReason.DEADLINE: _unless_told(Deadline),
     AbortReason.QUOTA: _unless_told(Quota),
     AbortReason.MEMORY: _unless_told(Memory),
+    AbortReason.BUDGET: (Keep.AUTO, Then.REQUEUE),
     AbortReason.TURN: (Keep.AUTO, Then.HOLD),
     AbortReason.PRIORITY: (Keep.AUTO, Then.REQUEUE),
     AbortReason.DRAIN: (Keep.POOL, Then.REQUEUE),

@@ -36,10 +36,10 @@ class Suspensions:
             record.ended_turn = True
         if record.intent is None or (record.ended_turn and record.intent.then is Then.REQUEUE):
             reason = event.reason or AbortReason.SLICE_BUDGET
+            if reason is AbortReason.SLICE_BUDGET and record.allowance_spent:
+                reason = AbortReason.BUDGET
             record.intent = self._roster.policies.intent(reason)
             record.fired.add(reason)
-            if reason is AbortReason.SLICE_BUDGET and record.allowance_spent:
-                record.intent = replace(record.intent, then=Then.REQUEUE)  # for more, if there is any
         if not record.promoting:
             record.suspensions += 1
             self._roster.tally["suspensions"] += 1

@@ -42,6 +42,7 @@ def test_what_a_short_one_leaves_goes_to_those_that_come_back_for_more() -> None
     stage.sample(member("g"), 10)
     stage.park(member("g"), AbortReason.SLICE_BUDGET)
     stage.answer_all()
+    assert stage.controller.keeping.counts == {AbortReason.BUDGET: {Keep.POOL: 1}}
     assert allowed(stage, 0) == 8
     stage.sample(member("g"), 8)
     stage.park(member("g"), AbortReason.SLICE_BUDGET)
