@@ -106,8 +106,8 @@ def check_room(workers: Sequence[WorkerDescription], *, max_context: int) -> Non
 
 
 def check_store(pool: PoolConfig, weights: WeightsConfig, described: Sequence[WorkerDescription]) -> PoolConfig:
-    """Ray never says that its store is full, it spills: so what may be in it must fit, by arithmetic. Returns `pool`, with
-    a budget if it has none. Raises `ConfigError`.
+    """Ray never says that its store is full, it spills: so what may be in it must fit, by arithmetic. Returns `pool`,
+    with a budget if it has none. Raises `ConfigError`.
 
     Beside the pool that is what the driver reserves, what each worker of a node touches to warm up, and, where
     images come from other nodes, one copy of the longest, whatever the number of readers: the pool of the readers'
