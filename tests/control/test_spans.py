@@ -184,6 +184,21 @@ def test_in_place_the_last_token_is_fed_to_the_new_weights() -> None:
     ]
 
 
+def test_what_was_computed_of_a_prefill_is_the_old_ones_if_the_worker_says_so_in_place() -> None:
+    """As a preemption, for other weights, and an admission with what it has: nothing is counted for it."""
+    stage = Stage(W1, weights=STALE)
+    stage.submit("a")
+    stage.admit(A)
+    stage.live(1)
+    before = stage.controller.counters
+    stage.preempt(A, outdated=True)
+    stage.tell(A, Admitted, cached_tokens=2, restored_tokens=0, recomputed_tokens=0, written=written(2))
+    assert stage.controller.counters == before
+    stage.sample(A, version=1)
+    result = end(stage)
+    assert (spans_of(result), result.resumes) == ([(P, P + 1, ((0, 2, V0), (2, P, V1)))], ())
+
+
 def test_recomputed_all_kv_is_the_new_ones() -> None:
     stage = decoding()
     stage.begin_update(UpdateMode.RECOMPUTE)

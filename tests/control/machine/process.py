@@ -80,6 +80,11 @@ class Task:
         return (self.assignment.trajectory_id, self.assignment.epoch)
 
     @property
+    def missing(self) -> int:
+        """Positions without KV."""
+        return len(self.assignment.prompt_ids) + self.known - len(self.kv)
+
+    @property
     def sampled_in_all(self) -> int:
         return self.assignment.output.sampled + self.sampled
 
@@ -144,7 +149,10 @@ class FakeWorker:
 
     def replace_weights(self, weights: Weights, reusable: Set[WeightsId], *, in_place: bool) -> None:
         """After all that it was told before, and between two steps; what runs starts again from its tokens, unless it
-        goes on in place with KV that may be used. What waits goes on as it does."""
+        goes on in place with KV that may be used. What waits goes on as it does.
+
+        In the middle of a prefill it says what it goes on with.
+        """
         while self.inbox:
             self._obey(self.inbox.popleft(), None)
         self.weights, self.reusable = weights, reusable
@@ -153,6 +161,10 @@ class FakeWorker:
                 task.admitted, task.kv = False, []
                 t, epoch = task.key
                 self.outbox.append(Preempted(trajectory_id=t, epoch=epoch, outdated=True))
+            elif task.kv and task.missing > 1:
+                t, epoch = task.key
+                self.outbox.append(Preempted(trajectory_id=t, epoch=epoch, outdated=True))
+                self._tell_admitted(task, cached=len(task.kv))
 
     def may_use(self, kv: Iterable[Weights]) -> bool:
         return all(weights.weights_id in self.reusable for weights in kv)
@@ -257,6 +269,8 @@ class FakeWorker:
             self.outbox.append(Failed(trajectory_id=t, epoch=epoch, error=FAILURE))
         elif task.assignment.watch.only_loads:
             self._park(task)
+        elif task.missing > 1 and luck is not None and luck.random() < 0.3:
+            task.kv += [self.weights] * luck.randint(1, task.missing - 1)  # a chunk of its prefill
         else:
             self._sample(task, luck)
 
@@ -278,14 +292,20 @@ class FakeWorker:
             here = []  # the image of more tokens has another history
         on_host = home is not None and self.left.pop(home).tier is Keep.HOST
         task.admitted = True
+        again = max(0, task.assignment.kv_tokens - len(task.kv))
+        cached, loaded = (0, len(here)) if on_host else (len(here), 0)
+        self._tell_admitted(task, cached=cached, loaded=loaded, restored=len(task.kv) - len(here), again=again)
+
+    def _tell_admitted(self, task: Task, *, cached: int, loaded: int = 0, restored: int = 0, again: int = 0) -> None:
+        t, epoch = task.key
         self.outbox.append(
             Admitted(
                 trajectory_id=t,
                 epoch=epoch,
-                cached_tokens=0 if on_host else len(here),
-                loaded_tokens=len(here) if on_host else 0,
-                restored_tokens=len(task.kv) - len(here),
-                recomputed_tokens=max(0, task.assignment.kv_tokens - len(task.kv)),
+                cached_tokens=cached,
+                loaded_tokens=loaded,
+                restored_tokens=restored,
+                recomputed_tokens=again,
                 written=runs(task.kv),
             )
         )
@@ -300,8 +320,7 @@ class FakeWorker:
         t, epoch = task.key
         assert not task.full, "started with nothing left to sample"
         value = token(task.assignment.seed, task.known)
-        position = len(task.assignment.prompt_ids) + task.known
-        task.kv += [self.weights] * (position - len(task.kv))
+        task.kv += [self.weights] * task.missing
         self.note(task.assignment.seed, task.known, self.weights, task.kv)
         news = Columns([value], [-value / 256], [self.weights.version])
         self.outbox.append(Sampled(trajectory_id=t, epoch=epoch, offset=task.known, columns=news))
