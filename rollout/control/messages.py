@@ -112,6 +112,15 @@ class Preempted(WorkerEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Reweighed(WorkerEvent):
+    """The weights were replaced in the middle of its prefill, with which it goes on: what is computed from now on is
+    written by others than this. Of a sequence that decodes its tokens tell as much."""
+
+    written: tuple[KVRun, ...]
+    """Of all positions with KV."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Finished(WorkerEvent):
     reason: FinishReason
 

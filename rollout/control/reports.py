@@ -16,6 +16,7 @@ from rollout.control.messages import (
     Preempted,
     Recalled,
     RestoreFailed,
+    Reweighed,
     Sampled,
     Spilled,
     Tick,
@@ -132,6 +133,8 @@ class Reports:
                 return record.pooled.expect(record.turn)
             case RestoreFailed():
                 return self._restore_failed(record, event)
+            case Reweighed():
+                record.spans.admitted(event.written)
             case Finished():
                 self._roster.fleet.leave(record)
                 return self._roster.end(record, event.reason, now)

@@ -16,6 +16,7 @@ from rollout.control.messages import (
     Finished,
     Preempted,
     RestoreFailed,
+    Reweighed,
     Sampled,
     WorkerEvent,
     WorkerFacts,
@@ -162,6 +163,11 @@ class Engine:
             restoring = self._admissions.get(sequence.key)
             known = restoring[0].known_tokens if restoring is not None else sequence.computed
             if in_place and known and self._live.may_use(sequence.written.until(known)):
+                if restoring is None and sequence.needs_prefill:
+                    written = sequence.written.until(known)
+                    self._events.append(
+                        Reweighed(trajectory_id=sequence.trajectory_id, epoch=sequence.epoch, written=written)
+                    )
                 sequence.change_weights(known, weights)
                 continue
             sequence.image = None  # older weights wrote that, too
