@@ -23,8 +23,11 @@ FIND_GGUF := import importlib.util, pathlib; \
 # Lists of events cover what decides, without the machine that draws them at random.
 COVERED := --ignore=tests/control/machine --cov=rollout.control --cov-branch --cov-fail-under=95 --cov-report=
 
+# Services mostly wait for processes, the rest computes: at the same time they take little longer than one of them.
+SERVICES := tests/cluster tests/cli $(sort $(wildcard tests/test_*.py))
+
 .DELETE_ON_ERROR:
-.PHONY: demo model test soak
+.PHONY: demo model test test-services test-parts soak
 
 demo: model
 	$(BIN)/rollout run configs/demo.yaml --out out/demo.parquet --json out/demo.json
@@ -37,7 +40,13 @@ test: $(VENV)/.installed-dev $(VENV)/.installed-wheel
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/pytest tests/control $(COVERED)
-	$(BIN)/pytest --ignore-glob='tests/control/test_*'
+	$(MAKE) --jobs=2 --output-sync=line test-services test-parts
+
+test-services:
+	$(BIN)/pytest $(SERVICES)
+
+test-parts:
+	$(BIN)/pytest --ignore-glob='tests/control/test_*' $(SERVICES:%=--ignore=%)
 
 soak: $(VENV)/.installed-dev $(VENV)/.installed-wheel
 	$(BIN)/pytest -m soak tests --soak-seed=$(SEED) --soak-duration=$(DURATION)
