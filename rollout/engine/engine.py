@@ -163,7 +163,7 @@ class Engine:
             restoring = self._admissions.get(sequence.key)
             known = restoring[0].known_tokens if restoring is not None else sequence.computed
             if in_place and known and self._live.may_use(sequence.written.until(known)):
-                if restoring is None and sequence.needs_prefill:
+                if restoring is None and (sequence.needs_prefill or sequence.replays):  # it may be replaying
                     written = sequence.written.until(known)
                     self._events.append(
                         Reweighed(trajectory_id=sequence.trajectory_id, epoch=sequence.epoch, written=written)

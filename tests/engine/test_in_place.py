@@ -11,7 +11,7 @@ from rollout.engine.sequence import Sequence
 from rollout.errors import CanaryError
 from rollout.types import Keep, SamplingParams, Trajectory, TrajectoryId
 from tests.engine.by_hand import assert_greedy_as_it_says, logprobs_NV, spans, version_column
-from tests.engine.test_exactness import INVARIANT
+from tests.engine.test_exactness import INVARIANT, REPLAY
 from tests.engine.test_parity import prompts
 from tests.engine.test_updates import (
     GREEDY,
@@ -100,6 +100,23 @@ def test_the_result_names_the_old_ones_chunks(paths: Paths) -> None:
     trajectory = service.run(1)[NAME]
     service.close()
     assert spans(trajectory) == [(70, 94, [(0, 16, 0), (16, 70, 1)])]
+
+
+def test_the_result_names_what_was_replayed_by_the_old_ones(paths: Paths) -> None:
+    """Deterministically, with kernels whose bits depend on the batch: tokens are decoded again one by one."""
+    service = LocalService(paths[0], workers=1, kv_reuse=stale(1), canary=True, **REPLAY)
+    service.submit("p", PROMPT, GREEDY)
+    step_until_tokens(service, 12, NAME)
+    suspend(service, Keep.NONE, NAME)
+    service.resume(NAME)
+    (worker,) = service.workers.values()
+    decoded = worker.engine.stats.decoded_tokens
+    service.step_until(lambda: worker.engine.stats.decoded_tokens == decoded + 5)
+    service.update(paths[1], 1, in_place=True)
+    trajectory = service.run(1)[NAME]
+    service.close()
+    assert spans(trajectory)[1:] == [(52, 64, [(0, 45, 0), (45, 52, 1)])]
+    assert_greedy_as_it_says(paths, trajectory)
 
 
 BEFORE, MORE = 4, 16

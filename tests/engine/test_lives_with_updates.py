@@ -25,7 +25,8 @@ GROUPS = 6
 def test_every_token_is_what_its_kv_gives(paths: Paths, seed: int, reuse: dict[str, Any]) -> None:
     draw = random.Random(f"{seed} {reuse}")
     host = {"bytes": draw.choice((4, 20)) * PAGE_BYTES, "load_back_tokens": 0, "write": draw.choice(POLICIES)}
-    engine = draw.choice(({}, {"chunk_tokens": 16, "prefill_tokens": 16}))
+    replay = {"kernels": "torch", "deterministic": True, "chunk_tokens": 16}
+    engine: dict[str, Any] = draw.choice(({}, {"chunk_tokens": 16, "prefill_tokens": 16}, replay))
     engine |= {"kv_bytes": (draw.choice((10, 40)) + 1) * PAGE_BYTES, "canary": True}
     service = LocalService(paths[0], kv_reuse=reuse, host=host, **engine)
     loaded = [0]
