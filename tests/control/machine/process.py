@@ -74,6 +74,8 @@ class Task:
         self.kv: KV = []
         self.image = assignment.image
         self.admitted = False
+        self.prefills = True
+        """No token was sampled since its KV was told of."""
 
     @property
     def key(self) -> SequenceKey:
@@ -161,7 +163,7 @@ class FakeWorker:
                 task.admitted, task.kv = False, []
                 t, epoch = task.key
                 self.outbox.append(Preempted(trajectory_id=t, epoch=epoch, outdated=True))
-            elif task.kv and task.missing > 1:
+            elif task.kv and task.prefills:
                 t, epoch = task.key
                 self.outbox.append(Preempted(trajectory_id=t, epoch=epoch, outdated=True))
                 self._tell_admitted(task, cached=len(task.kv))
@@ -298,6 +300,7 @@ class FakeWorker:
 
     def _tell_admitted(self, task: Task, *, cached: int, loaded: int = 0, restored: int = 0, again: int = 0) -> None:
         t, epoch = task.key
+        task.prefills = True
         self.outbox.append(
             Admitted(
                 trajectory_id=t,
@@ -321,6 +324,7 @@ class FakeWorker:
         assert not task.full, "started with nothing left to sample"
         value = token(task.assignment.seed, task.known)
         task.kv += [self.weights] * task.missing
+        task.prefills = False
         self.note(task.assignment.seed, task.known, self.weights, task.kv)
         news = Columns([value], [-value / 256], [self.weights.version])
         self.outbox.append(Sampled(trajectory_id=t, epoch=epoch, offset=task.known, columns=news))
