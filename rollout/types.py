@@ -339,7 +339,8 @@ class KVSpan:
 
     first: int
     stop: int
-    """Tokens [first, stop); those among them that were appended came after sampled ones."""
+    """Tokens [first, stop). Those among them that were appended came after sampled ones, but for what was appended before
+    anything was sampled, which has a span of its own."""
     kv: tuple[tuple[int, int, Version], ...]
     """(start, stop, version): the KV of positions [start, stop). They cover [0, first); what follows was written by the
     version that sampled these tokens."""

@@ -3,7 +3,7 @@
 import logging
 import uuid
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ray.exceptions import RayTaskError
 
@@ -12,12 +12,20 @@ from rollout.cluster.description import WorkerDescription
 from rollout.cluster.supervision import Supervisor
 from rollout.cluster.weights import BroadcastWeights, Parcel, WeightsDirectory
 from rollout.errors import WeightsSourceError
-from rollout.types import Weights, WorkerId
+from rollout.types import Weights, WeightsId, WorkerId
 
 logger = logging.getLogger(__name__)
 
 PEER_BUCKET_BYTES = 32 << 20
 """Of weights that one worker gives to another."""
+
+
+class Live(NamedTuple):
+    """What a worker in service must know."""
+
+    weights: Weights
+    reusable: frozenset[WeightsId]
+    """Whose KV may be gone on with."""
 
 
 class Provision:
@@ -39,17 +47,17 @@ class Provision:
         sent_once = isinstance(parcel, BroadcastWeights) or before is None
         self._parcels = None if before is None or sent_once else (*before, parcel)
 
-    async def to_new(self, actor: Any, described: WorkerDescription, live: Weights) -> None:
+    async def to_new(self, actor: Any, described: WorkerDescription, live: Live) -> None:
         """A process that has come up, and loaded what it found at its model's path."""
         as_at_first = described.digest == self._digest
-        if described.weights == live and as_at_first:
+        if described.weights == live.weights and as_at_first:
             return
         if as_at_first and self._parcels is not None and self._parcels[0] is self._model:
             await self._load_all(actor, described.incarnation, self._parcels[1:], live)
         else:
             await self.to_empty(actor, described.incarnation, live)
 
-    async def to_empty(self, actor: Any, incarnation: str, live: Weights) -> None:
+    async def to_empty(self, actor: Any, incarnation: str, live: Live) -> None:
         """A worker whose weights are of no use. Raises `WeightsSourceError` if nobody has the live ones."""
         if self._parcels is not None:
             try:
@@ -63,14 +71,15 @@ class Provision:
         having = (there for name, there in self._workers.serving.items() if name not in self.lacking)
         peer, named = next(having, (None, ""))
         if peer is None:
-            raise WeightsSourceError(f"nobody has the live weights, version {live.version}: update them again")
+            version = live.weights.version
+            raise WeightsSourceError(f"nobody has the live weights, version {version}: update them again")
         held, parcel = await peer.share_weights.remote(named, PEER_BUCKET_BYTES)
-        if held != live:
-            raise WeightsSourceError(f"a worker in service has weights of version {held.version}, not {live.version}")
+        if held != live.weights:
+            raise WeightsSourceError(f"a worker in service has version {held.version}, not {live.weights.version}")
         await self._load_all(actor, incarnation, (parcel,), live)
 
-    async def _load_all(self, actor: Any, incarnation: str, parcels: tuple[Parcel, ...], live: Weights) -> None:
+    async def _load_all(self, actor: Any, incarnation: str, parcels: tuple[Parcel, ...], live: Live) -> None:
         for parcel in parcels:
             name = uuid.uuid4().hex
             await actor.prepare_weights.remote(incarnation, name, parcel, 1, 2)
-            await actor.commit_weights.remote(incarnation, name, live, frozenset({live.weights_id}), False)
+            await actor.commit_weights.remote(incarnation, name, live.weights, live.reusable, False)

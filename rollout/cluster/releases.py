@@ -100,7 +100,7 @@ class Releases:
 
     async def _provide(self, name: WorkerId, actor: Any, incarnation: str) -> None:
         try:
-            await self._updater.provision.to_empty(actor, incarnation, self._core.weights)
+            await self._updater.provision.to_empty(actor, incarnation, self._updater.live)
         except RayError as error:
             raise WeightsSourceError(f"{name}: {one_line(error)}; update the weights") from None
         self._updater.has_weights(name)

@@ -20,7 +20,7 @@ from ray.exceptions import RayActorError, RayError
 
 from rollout.cluster.calls import one_line
 from rollout.cluster.description import WorkerDescription
-from rollout.cluster.provision import Provision
+from rollout.cluster.provision import Live, Provision
 from rollout.cluster.supervision import Supervisor
 from rollout.cluster.weights import Parcel
 from rollout.control.commands import Command
@@ -95,7 +95,7 @@ class Updater:
         """
         async with self._lock:
             async with asyncio.timeout(self._admit_s):
-                await self.provision.to_new(actor, described, self._core.weights)
+                await self.provision.to_new(actor, described, self.live)
                 if released := self.released.get(described.worker):
                     await actor.release_memory.remote(described.incarnation, released)
             self._workers.serve(described.worker)
@@ -107,6 +107,11 @@ class Updater:
                     max_running=described.max_running,
                 )
             )
+
+    @property
+    def live(self) -> Live:
+        weights = self._core.weights
+        return Live(weights, self._core.reusable_with(weights))
 
     def has_weights(self, worker: WorkerId) -> None:
         """It has the live ones, and memory for them."""

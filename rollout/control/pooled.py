@@ -1,9 +1,9 @@
 """What the pools hold of one trajectory: its image, and every pool that may hold more than that."""
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 
 from rollout.control.commands import Command, Expect, Retain
-from rollout.types import Image, NodeId, SegmentId, TrajectoryId, Turn, Wait
+from rollout.types import Image, KVRun, NodeId, SegmentId, TrajectoryId, Turn, Wait, first_tokens
 
 
 class Pooled:
@@ -23,6 +23,13 @@ class Pooled:
     def kv_tokens(self) -> int:
         """Positions whose KV the image holds."""
         return self.image.kv_tokens if self.image is not None else 0
+
+    def agreeing(self, written: Sequence[KVRun]) -> Image | None:
+        """The image, if KV that was written like this is the same as far as both go; if not, it is of older weights."""
+        if self.image is None:
+            return None
+        both = min(self.image.kv_tokens, sum(run.tokens for run in written))
+        return self.image if first_tokens(written, both) == first_tokens(self.image.written, both) else None
 
     def export_to(self, node: NodeId, turn: Turn) -> None:
         """An export is ordered: from now on the pool of `node` may hold KV of it, whatever is told of the export."""

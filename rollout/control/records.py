@@ -373,7 +373,7 @@ class Record:
             output_ids=tuple(self.columns.ids),
             logprobs=tuple(self.columns.logprobs),
             versions=version_runs(self.columns.versions),
-            kv_spans=self.spans.of(self.tokens),
+            kv_spans=self.spans.of(len(self.prompt_ids), self.tokens),
             finish_reason=self.finish_reason,
             abort_reason=self.abort_reason,
             error=self.error,

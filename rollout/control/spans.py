@@ -44,16 +44,19 @@ class Spans:
             self._add(at, stop, version)
             at = stop
 
-    def of(self, tokens: int) -> tuple[KVSpan, ...]:
-        """Tokens up to position `tokens`; appended ones belong to what was sampled before them."""
+    def of(self, prompt_tokens: int, tokens: int) -> tuple[KVSpan, ...]:
+        """Of all tokens after the prompt, `tokens` with that, if any was sampled.
+
+        Appended ones belong to what was sampled before them; those that nothing was sampled before have a span of
+        their own.
+        """
         spans: list[KVSpan] = []
+        if self._spans and self._spans[0][0] > prompt_tokens:
+            first, _, starts = self._spans[0]
+            spans.append(_span(prompt_tokens, first, starts))
         for index, (first, stop, starts) in enumerate(self._spans):
             end = self._spans[index + 1][0] if index + 1 < len(self._spans) else max(stop, tokens)
-            ends = [*(start for start, _ in starts[1:]), first]
-            kv = tuple(
-                (start, end, version) for (start, version), end in zip(starts, ends, strict=True) if start < first
-            )
-            spans.append(KVSpan(first=first, stop=end, kv=kv))
+            spans.append(_span(first, end, starts))
         return tuple(spans)
 
     def _add(self, first: int, stop: int, version: Version) -> None:
@@ -69,6 +72,13 @@ class Spans:
             self._spans[-1] = (self._spans[-1][0], stop, self._spans[-1][2])
         else:
             self._spans.append((first, stop, tuple(starts)))
+
+
+def _span(first: int, stop: int, starts: Sequence[tuple[int, Version]]) -> KVSpan:
+    ends = [*(start for start, _ in starts[1:]), first]
+    runs = zip(starts, ends, strict=True)
+    kv = tuple((start, min(end, first), version) for (start, version), end in runs if start < first)
+    return KVSpan(first=first, stop=stop, kv=kv)
 
 
 def _change(starts: list[tuple[int, Version]], at: int, version: Version) -> None:

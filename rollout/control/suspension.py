@@ -180,8 +180,9 @@ class Suspensions:
         commands: list[Command] = []
         if there:
             # An older image spares bytes the next time, and tokens if what is kept is evicted.
-            older = record.pooled.kv_tokens < event.kv_tokens
-            commands = record.pooled.replace(record.pooled.image if older else None)
+            base = record.pooled.agreeing(transfer.written)
+            older = base is not None and base.kv_tokens < event.kv_tokens
+            commands = record.pooled.replace(base if older else None)
         return [*commands, *self.outdated(record), *self.settle(record, now)]
 
     def recalled(self, event: Recalled, worker: WorkerId, now: float) -> list[Command]:
@@ -202,11 +203,9 @@ class Suspensions:
         """KV that is pinned on a worker, where it was kept if `back` says so, goes where the intent says."""
         intent = record.intent
         assert intent is not None
-        base = record.pooled.image
-        if base is not None and first_tokens(event.written, base.kv_tokens) != base.written:
-            base = None  # it does not begin like that
+        base = record.pooled.agreeing(event.written)
         useful = self._roster.versions.may_use(event.written)
-        pooled_tokens = record.pooled.kv_tokens
+        pooled_tokens = base.kv_tokens if base is not None else 0
         more = event.kv_tokens > pooled_tokens or (intent.keep in WORKER_TIERS and event.kv_tokens == pooled_tokens > 0)
         if not (useful and more and intent.keeps):
             release = Release(worker=worker, trajectory_id=event.trajectory_id, epoch=event.epoch)

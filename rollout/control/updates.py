@@ -97,4 +97,6 @@ class Updates:
         return self._members.unpause(PausedBy.UPDATE)
 
     def _running(self) -> list[Record]:
-        return [record for record in self._roster.groups.records() if record.on_worker]
+        """But for those that were started to have their KV only: nothing is sampled of them."""
+        records = self._roster.groups.records()
+        return [record for record in records if record.on_worker and not record.promoting]

@@ -81,8 +81,8 @@ class Worker:
 
 
 def check(spans: Sequence[KVSpan], tokens: Sequence[Version | None], histories: dict[int, list[Version]]) -> None:
-    """Prompts are of three tokens; what was appended before anything was sampled has no KV to speak of."""
-    first = min(histories, default=3 + len(tokens))
+    """Prompts are of three tokens. A life in which nothing was sampled has no spans."""
+    first = 3 if histories else 3 + len(tokens)
     covered = [position for span in spans for position in range(span.first, span.stop)]
     assert covered == list(range(first, 3 + len(tokens)))
     for span in spans:
@@ -91,7 +91,10 @@ def check(spans: Sequence[KVSpan], tokens: Sequence[Version | None], histories: 
         assert all(one[2] != other[2] for one, other in zip(span.kv, span.kv[1:], strict=False)), "runs are whole"
         before = [version for start, stop, version in span.kv for _ in range(start, stop)]
         by = tokens[span.first - 3]
-        assert by is not None, "a span begins with a sampled token"
+        if by is None:  # appended before anything was sampled
+            assert (span.first, span.stop) == (3, min(histories))
+            assert before == histories[span.stop][:3]
+            continue
         for position in range(span.first, span.stop):
             if (history := histories.get(position)) is not None:
                 assert [*before, *[by] * (position - span.first)] == history
@@ -108,7 +111,7 @@ def test_every_short_life_is_told_position_by_position(first: str, together: boo
         for step in (first, *rest, "sample", "sample"):
             worker.do(step)
         worker.tell()
-        check(worker.spans.of(worker.length), worker.tokens, worker.histories)
+        check(worker.spans.of(3, worker.length), worker.tokens, worker.histories)
 
 
 @pytest.mark.parametrize("together", [True, False])
@@ -118,7 +121,7 @@ def test_longer_lives_without_rollbacks_and_halves(together: bool) -> None:
         for step in (*life, "sample"):
             worker.do(step)
         worker.tell()
-        check(worker.spans.of(worker.length), worker.tokens, worker.histories)
+        check(worker.spans.of(3, worker.length), worker.tokens, worker.histories)
 
 
 def test_there_are_no_more_spans_than_histories() -> None:
@@ -126,21 +129,21 @@ def test_there_are_no_more_spans_than_histories() -> None:
     for step in ["sample", "sample", "restore", "sample", "recompute", "sample", "append", "sample", "restore half"]:
         worker.do(step)
     worker.do("sample")
-    assert len(worker.spans.of(worker.length)) == 1
+    assert len(worker.spans.of(3, worker.length)) == 1
 
 
 def test_what_was_never_sampled_has_no_spans() -> None:
-    assert Spans().of(3) == ()
+    assert Spans().of(3, 3) == ()
     worker = Worker(together=False)
     worker.do("append")
-    assert worker.spans.of(worker.length) == ()
+    assert worker.spans.of(3, worker.length) == ()
 
 
 def test_tokens_that_were_appended_last_belong_to_the_last_span() -> None:
     worker = Worker(together=False)
     worker.do("sample")
     worker.do("append")
-    (span,) = worker.spans.of(worker.length)
+    (span,) = worker.spans.of(3, worker.length)
     assert (span.first, span.stop) == (3, 6)
 
 

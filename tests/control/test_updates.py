@@ -8,10 +8,10 @@ from itertools import permutations
 import pytest
 
 from rollout.control.commands import Export, Pause, Unpause
-from rollout.control.messages import Tick
+from rollout.control.messages import Parked, Tick
 from rollout.types import AbortReason, Keep, KVSpan, Phase, Then, UpdateMode, Version
 from tests.control.stage import PROMPT, W1, W2, Stage, member, start_of, started, stopped
-from tests.weights import WEIGHTS, loaded
+from tests.weights import WEIGHTS, loaded, written
 
 A, B, C = member("a"), member("b"), member("c")
 PAUSING = pytest.mark.parametrize("mode", [UpdateMode.RECOMPUTE, UpdateMode.IN_PLACE])
@@ -365,3 +365,23 @@ def test_drained_workers_are_emptied_during_an_update_too() -> None:
     stage.answer_all()
     assert stage.controller.is_retired(W1)
     assert started(stage.end_update()) == [(W2, A)]
+
+
+def test_kv_of_newer_weights_takes_the_place_of_a_longer_image_of_older_ones() -> None:
+    stage = Stage(W1, weights={"kv_reuse": {"kind": "stale", "max_lag": 1}})
+    stage.submit("a")
+    stage.admit(A)
+    stage.sample(A, 20)
+    stage.hold(A, keep=Keep.POOL)
+    old = stage.record(A).pooled.image
+    assert old is not None
+    stage.live(1)
+    stage.resume("a")
+    stage.admit(A)
+    new = written(old.kv_tokens, loaded(1))
+    stage.abort("a", keep=Keep.POOL)
+    stage.tell(A, Parked, kv_tokens=old.kv_tokens, prompt_pages=1, page_keys=(), written=new)
+    stage.answer_all()
+    image = stage.record(A).pooled.image
+    assert image is not None
+    assert image.written == new

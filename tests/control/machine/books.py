@@ -248,14 +248,16 @@ class Books:
         """Each sampled token was sampled on the KV that its span says."""
         spans, prompt = trajectory.kv_spans, len(trajectory.prompt_ids)
         sampled = [prompt + i for i, version in enumerate(versions) if version is not None]
-        assert [span.first for span in spans] == [*sampled[:1], *(span.stop for span in spans[:-1])]
+        assert [span.first for span in spans] == [*[prompt][: len(sampled)], *(span.stop for span in spans[:-1])]
         assert not spans or spans[-1].stop == prompt + len(versions)
         for span in spans:
-            assert span.first in sampled
+            assert span.first in sampled or span is spans[0]
             before = [version for start, stop, version in span.kv for _ in range(start, stop)]
             assert [start for start, _, _ in span.kv] == [*[0][: len(span.kv)], *(stop for _, stop, _ in span.kv[:-1])]
             assert len(before) == span.first
             by = versions[span.first - prompt]
+            if by is None:  # what was appended before anything was sampled
+                assert span.stop == sampled[0]
             for position in range(span.first, span.stop):
                 if (version := versions[position - prompt]) is not None:
                     history = (*before, *[by] * (position - span.first), version)
