@@ -8,10 +8,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from rollout.config import Config, load_config
+from rollout.reports import AbortReport, Collected, UpdateReport
 from rollout.types import (
     AbortReason,
-    AbortReport,
-    Collected,
     Delivery,
     FinishReason,
     GroupId,
@@ -22,7 +21,6 @@ from rollout.types import (
     Trajectory,
     TrajectoryId,
     UpdateMode,
-    UpdateReport,
 )
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 LAYERS = (
     ("errors",),
     ("types",),
-    ("config", "memory", "metrics"),
+    ("config", "memory", "metrics", "reports"),
     ("attention", "native", "kv", "control", "store", "text", "transport"),
     ("model",),
     ("engine",),
@@ -35,6 +35,7 @@ TORCH_FREE = (
     "types",
     "config",
     "metrics",
+    "reports",
     "control",
     "kv.pages",
     "kv.tiers",

@@ -23,27 +23,29 @@ from rollout.cluster.shipment import Publications, Shipment
 from rollout.config import Config, load_config
 from rollout.errors import DeadlineError, InvalidArgumentError, RolloutError, ServiceClosedError
 from rollout.metrics import KVCheck, ServiceStats
-from rollout.text import Prompt, Tokenizer
-from rollout.types import (
+from rollout.reports import (
     AbortReport,
     Collected,
-    Delivery,
     DiscardReport,
     DrainReport,
     FlushReport,
+    ReleaseReport,
+    ResumeReport,
+    UpdateReport,
+)
+from rollout.text import Prompt, Tokenizer
+from rollout.types import (
+    Delivery,
     GroupId,
     Keep,
     MemoryOf,
     Priority,
-    ReleaseReport,
-    ResumeReport,
     SamplingParams,
     Then,
     Trajectory,
     TrajectoryId,
     TurnMark,
     UpdateMode,
-    UpdateReport,
     WorkerId,
     turn_mark,
 )

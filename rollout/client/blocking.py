@@ -12,25 +12,27 @@ from rollout.client.asynchronous import ALL, AsyncRollout, Ids
 from rollout.config import Config
 from rollout.errors import InvalidArgumentError, ServiceClosedError
 from rollout.metrics import KVCheck, ServiceStats
-from rollout.text import Prompt, Tokenizer
-from rollout.types import (
+from rollout.reports import (
     AbortReport,
     Collected,
-    Delivery,
     DiscardReport,
     DrainReport,
     FlushReport,
+    ReleaseReport,
+    ResumeReport,
+    UpdateReport,
+)
+from rollout.text import Prompt, Tokenizer
+from rollout.types import (
+    Delivery,
     GroupId,
     Keep,
     MemoryOf,
     Priority,
-    ReleaseReport,
-    ResumeReport,
     SamplingParams,
     Then,
     Trajectory,
     UpdateMode,
-    UpdateReport,
     WorkerId,
 )
 

@@ -32,24 +32,26 @@ from rollout.control.messages import Event, PoolRoom, Spilled, Tick
 from rollout.control.submission import Submission
 from rollout.errors import InvalidArgumentError, ServiceBusyError, StalledError
 from rollout.metrics import KVCheck, ServiceStats
-from rollout.types import (
+from rollout.reports import (
     AbortReport,
     Collected,
-    Delivery,
     DiscardReport,
     DrainReport,
     FlushReport,
+    ReleaseReport,
+    ResumeReport,
+    UpdateReport,
+)
+from rollout.types import (
+    Delivery,
     Keep,
     MemoryOf,
     NodeId,
-    ReleaseReport,
-    ResumeReport,
     Then,
     Trajectory,
     TrajectoryId,
     TurnMark,
     UpdateMode,
-    UpdateReport,
     Version,
     Weights,
     WorkerId,

@@ -33,8 +33,9 @@ from rollout.metrics import WorkerStats
 from rollout.model.digest import weights_digest
 from rollout.model.spec import read_spec
 from rollout.model.weights import check_weights, stream_weights, weights_bytes, write_weights
+from rollout.reports import FlushReport
 from rollout.transport.source import WeightsSource
-from rollout.types import FlushReport, Keep, MemoryOf, NodeId, SequenceKey, Weights, WeightsId, WorkerId
+from rollout.types import Keep, MemoryOf, NodeId, SequenceKey, Weights, WeightsId, WorkerId
 
 logger = logging.getLogger(__name__)
 

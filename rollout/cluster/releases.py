@@ -14,7 +14,8 @@ from rollout.cluster.updater import Until, Updater
 from rollout.control.commands import Command
 from rollout.control.controller import Controller
 from rollout.errors import DeadlineError, UnknownWorkerError, WeightsSourceError
-from rollout.types import MemoryOf, ReleaseReport, WorkerId
+from rollout.reports import ReleaseReport
+from rollout.types import MemoryOf, WorkerId
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,8 @@ from rollout.control.commands import Command
 from rollout.control.controller import Controller
 from rollout.control.messages import Event, WeightsLive, WorkerUp
 from rollout.errors import DeadlineError, WeightsUpdateError
-from rollout.types import MemoryOf, UpdateMode, UpdateReport, Version, Weights, WeightsId, WorkerId
+from rollout.reports import UpdateReport
+from rollout.types import MemoryOf, UpdateMode, Version, Weights, WeightsId, WorkerId
 
 logger = logging.getLogger(__name__)
 

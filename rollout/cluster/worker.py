@@ -20,7 +20,8 @@ from rollout.control.commands import Assignment
 from rollout.errors import SegmentMissingError, WorkerLostError
 from rollout.kv.image import Buffer, Manifest
 from rollout.metrics import WorkerStats
-from rollout.types import FlushReport, Keep, MemoryOf, NodeId, SequenceKey, Weights, WeightsId, WorkerId
+from rollout.reports import FlushReport
+from rollout.types import Keep, MemoryOf, NodeId, SequenceKey, Weights, WeightsId, WorkerId
 
 GROUPS = {"control": 1, "events": 1, "data": 2, "weights": 1}
 """Threads of each concurrency group; one for `control` keeps commands in order."""

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 from rollout.control.intent import Intent
 from rollout.control.records import Record
-from rollout.types import AbortReport, FinishReason, TrajectoryId
+from rollout.reports import AbortReport
+from rollout.types import FinishReason, TrajectoryId
 
 
 class AbortTicket:

@@ -34,15 +34,14 @@ from rollout.control.suspension import Suspensions
 from rollout.control.updates import Updates
 from rollout.errors import UnknownWorkerError
 from rollout.metrics import Accounts, RolloutCounters, Staleness
+from rollout.reports import DiscardReport, ResumeReport
 from rollout.types import (
     AbortReason,
     Columns,
     Delivery,
-    DiscardReport,
     Keep,
     PausedBy,
     Phase,
-    ResumeReport,
     Then,
     Trajectory,
     TrajectoryId,

@@ -14,7 +14,8 @@ from rollout.client import asynchronous
 from rollout.cluster import weights
 from rollout.config import ObjectStore
 from rollout.errors import ModelNotFoundError
-from rollout.types import UpdateMode, UpdateReport, Version, WorkerId
+from rollout.reports import UpdateReport
+from rollout.types import UpdateMode, Version, WorkerId
 from tests.tiny_models import make_tiny_llama
 
 MARKS = {

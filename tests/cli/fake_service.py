@@ -10,9 +10,9 @@ from typing import Any, Self
 from rollout.config import Config
 from rollout.errors import PromptTooLongError, StalledError
 from rollout.metrics import RolloutCounters, ServiceStats
+from rollout.reports import AbortReport
 from rollout.text import Tokenizer, read_tokenizer_files
 from rollout.types import (
-    AbortReport,
     Delivery,
     FinishReason,
     GroupId,

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from rollout.client import Rollout
-from rollout.types import AbortReport, FinishReason, Phase, Trajectory, TrajectoryId
+from rollout.reports import AbortReport
+from rollout.types import FinishReason, Phase, Trajectory, TrajectoryId
 from tests.cluster.scene import (
     IDS,
     MIDDLE,

@@ -10,7 +10,8 @@ import pytest
 
 from rollout.client import Rollout
 from rollout.errors import DeadlineError, InvalidArgumentError
-from rollout.types import AbortReason, Collected, Delivery, FinishReason, Phase, Trajectory, TrajectoryId
+from rollout.reports import Collected
+from rollout.types import AbortReason, Delivery, FinishReason, Phase, Trajectory, TrajectoryId
 from tests.cluster.scene import (
     IDS,
     MIDDLE,

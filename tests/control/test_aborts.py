@@ -5,7 +5,8 @@ import itertools
 import pytest
 
 from rollout.control.aborts import AbortTicket
-from rollout.types import AbortReport, Keep, Then, TrajectoryId
+from rollout.reports import AbortReport
+from rollout.types import Keep, Then, TrajectoryId
 from tests.control.scene import (
     W1,
     W2,

@@ -23,7 +23,8 @@ import rollout
 from rollout.client import Rollout
 from rollout.errors import WeightsUpdateError
 from rollout.model.weights import stream_safetensors
-from rollout.types import KVSpan, SamplingParams, Trajectory, TrajectoryId, UpdateReport
+from rollout.reports import UpdateReport
+from rollout.types import KVSpan, SamplingParams, Trajectory, TrajectoryId
 from tests.cluster.scene import at_rest, audit, eventually, inside, pids, settings, workers
 from tests.tiny_models import make_tiny_llama
 
