@@ -15,7 +15,7 @@ import ray
 from rollout import start
 from rollout.client import Rollout
 from rollout.cluster.description import NAMESPACE
-from rollout.cluster.placement import STORE_SHARE, STORE_SLACK_BYTES
+from rollout.cluster.placement import POOL_BYTES, STORE_SHARE, STORE_SLACK_BYTES
 from rollout.config import Config, load_config
 from rollout.errors import DeadlineError
 from rollout.transport.disk import DiskWeights
@@ -85,7 +85,8 @@ def store_bytes(config: Config) -> int:
     pool = config.pool
     warmed = config.cluster.workers * int(pool.warm_bytes)
     updates = 2 * _weights_bytes(config) if config.weights.transport.kind == "object_store" else 0
-    used = int(pool.budget_bytes) + int(pool.reserve_bytes) + warmed + updates + STORE_SLACK_BYTES
+    budget = int(pool.budget_bytes) if pool.budget_bytes is not None else POOL_BYTES
+    used = budget + int(pool.reserve_bytes) + warmed + updates + STORE_SLACK_BYTES
     return int(used / STORE_SHARE) + ROUNDING_BYTES
 
 

@@ -34,15 +34,16 @@ from benchmarks.moves import POLL_S, TIMEOUT_S, Scene
 from benchmarks.services import settle
 from benchmarks.tracing import TRACED, Mark, Trace, Traced, TracedWorker
 from rollout.client import AsyncRollout, Rollout, asynchronous
-from rollout.cluster import host, weights, worker
+from rollout.cluster import host, shipment, weights, worker
 from rollout.cluster.host import Host
 from rollout.config import Collective, Disk, ObjectStore
 from rollout.engine.engine import Engine
 from rollout.errors import DeadlineError
+from rollout.reports import UpdateReport
 from rollout.transport import buckets, collective, disk
-from rollout.transport.buckets import Bucket, pack
+from rollout.transport.buckets import ALIGNMENT, Bucket, pack
 from rollout.transport.shards import Shard
-from rollout.types import SamplingParams, UpdateReport
+from rollout.types import SamplingParams
 
 Source = Path | Mapping[str, Tensor]
 Steps = list[tuple[float, float]]
@@ -69,11 +70,16 @@ class UpdatedWorker(TracedWorker):
 
     @ray.method(concurrency_group="data")
     def hold_buffers(self, sizes: Sequence[int]) -> None:
-        """Two of each size, from torch, as weights are, touched and copied once; in the place of those before."""
+        """Two of each size, touched and copied once; in the place of those before.
+
+        They lie in two large ones, of torch, as weights are: many small ones would not all be given back.
+        """
         self._buffers = ()
+        starts = [0, *itertools.accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)]
+        source, target = (torch.ones(starts[-1], dtype=torch.uint8).numpy() for _ in range(2))
         self._buffers = [
-            (torch.ones(size, dtype=torch.uint8).numpy(), torch.zeros(size, dtype=torch.uint8).numpy())
-            for size in sizes
+            (source[start : start + size], target[start : start + size])
+            for start, size in zip(starts, sizes, strict=False)
         ]
         self.copy_buffers()
 
@@ -201,7 +207,7 @@ def trainer_clock() -> Iterator[Mapping[str, float]]:
     """What updates within take of this process, in seconds: `pack`, `ship` and `send`."""
     seconds = {"pack": 0.0, "ship": 0.0, "send": 0.0}
 
-    class TimedShipment(weights.Shipment):
+    class TimedShipment(shipment.Shipment):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             seconds["ship"] += timed(lambda: super(TimedShipment, self).__init__(*args, **kwargs))
 

@@ -48,6 +48,7 @@ from benchmarks.services import ray_for
 from benchmarks.standin import StandIn
 from benchmarks.updates import Load, Source, Update, Updates, Worked
 from benchmarks.workload import Vocabulary, Workload
+from rollout.cluster.shipment import FILE_BYTES
 from rollout.config import Collective, Disk, ObjectStore, Section, load_config
 from rollout.model.spec import read_spec
 from rollout.model.weights import stream_safetensors
@@ -83,7 +84,7 @@ class Settings(Section):
     repeats: Repeats = 5
     """Updates of each kind that count."""
     bucket_bytes: ByteSize = ByteSize(32 << 20)
-    """Of what is put, sent or written at a time."""
+    """Of what is put or sent at a time."""
     batch: PositiveInt = 8
     """Trajectories that decode on each worker."""
     prompt_tokens: PositiveInt = 16
@@ -132,8 +133,7 @@ class _Measured:
         settings = self._settings
         publish_s = 0.0
         if "disk" in settings.transports:
-            writing = partial(publish, self._published, bucket_bytes=int(settings.bucket_bytes))
-            publish_s = timed(lambda: writing(named_tensors=self._tensors.items()))
+            publish_s = timed(lambda: publish(self._published, self._tensors.items(), bucket_bytes=FILE_BYTES))
         alone = self._run(1, decoding=False) if settings.workers > 1 else None
         together = self._run(settings.workers, decoding=True)
         results: dict[str, Any] = {

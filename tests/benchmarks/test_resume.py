@@ -4,10 +4,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from pydantic import ByteSize
 
 from benchmarks.resume import KEEPS, Settings, run
 from benchmarks.standin import StandIn
 from rollout.errors import ModelNotFoundError
+
+POOL_BYTES = ByteSize(64 << 20)
 
 PEER = """
 from benchmarks.peers.protocol import serve
@@ -33,7 +36,7 @@ serve(prepare)
 @pytest.mark.soak
 def test_every_place_is_measured(ray_cluster: None, tmp_path: Path) -> None:
     model = StandIn(layers=4, kv_heads=4, head_dim=64).write(tmp_path / "model")
-    results, ratios = run(Settings(model=model, cpus=1, tokens=400, repeats=5), None)
+    results, ratios = run(Settings(model=model, cpus=1, tokens=400, repeats=5, pool_bytes=POOL_BYTES), None)
     assert set(ratios) == {"resume_vs_copy", "resume_vs_reprefill"}
     for keep in KEEPS:
         assert len(results[keep]["all_ms"]) == 5
@@ -49,7 +52,9 @@ def test_the_peer_resubmits_lengths_spread_over_a_block(ray_cluster: None, tmp_p
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} {tmp_path / "peer.py"} "$3"\n')  # behind -m MODULE
     python.chmod(0o755)
-    results, ratios = run(Settings(model=model, cpus=1, tokens=64, repeats=5, peer_turns=4), python)
+    results, ratios = run(
+        Settings(model=model, cpus=1, tokens=64, repeats=5, peer_turns=4, pool_bytes=POOL_BYTES), python
+    )
     vllm = results["vllm"]
     assert vllm["resubmitted_tokens"] == [65, 97, 129, 161]
     assert vllm["medians_of"] == len(vllm["warm_all_ms"]) == len(vllm["evicted_all_ms"]) == 4
