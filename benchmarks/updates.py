@@ -104,11 +104,13 @@ class Worked:
     """`open` and `verify` are prepare, `step_wait` and `write` are commit. In these: `fetch` of buckets from the object
     store, `read` of files, `check` of checksums."""
     gap: float | None
-    """The longest time from the end of one decode step of the whole batch until that of the next one, around it."""
+    """The longest time from the end of one decode step of the whole batch to that of the next one, around it."""
+    around_write: Mapping[str, float]
+    """From the end of the step before weights were written to that of the next: `to_write`, `writing`, `to_next`."""
     step: float | None
-    """The same by median, before it began."""
+    """From one to the next by median, before it began."""
     step_preparing: float | None
-    """The same by median, from when it began until weights were written."""
+    """From one to the next by median, from when it began until weights were written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,6 +284,7 @@ def worked(marks: Sequence[Mark], steps: Steps, begin: float) -> Worked:
     before = [after - first for first, after in pairs if after <= begin]
     preparing = [after - first for first, after in pairs if first >= begin and after <= write.begin]
     around = [after - first for first, after in pairs if after > begin]
+    written = [(first, after) for first, after in pairs if first <= write.begin and write.end <= after]
     return Worked(
         prepare=opened.seconds + verified.seconds,
         commit=commit.seconds,
@@ -295,6 +298,13 @@ def worked(marks: Sequence[Mark], steps: Steps, begin: float) -> Worked:
             "check": trace.seconds("check") + trace.seconds("check_file"),
         },
         gap=max(around) if around else None,
+        around_write={
+            "to_write": write.begin - written[0][0],
+            "writing": write.seconds,
+            "to_next": written[0][1] - write.end,
+        }
+        if written
+        else {},
         step=statistics.median(before) if before else None,
         step_preparing=statistics.median(preparing) if preparing else None,
     )

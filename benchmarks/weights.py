@@ -22,12 +22,14 @@ same of a service with one worker, with a `memcpy_s` of its own.
 `decoding`: a batch of `batch` on every worker, which steps `before` times before the update and `after` times after it.
 `gap_s` is the longest time from the end of one step to the end of the next one, from the driver's call on, by the
 worker's own clock: what every trajectory of the worker waits for a token. `step_s` is the same by median before the
-call, `step_preparing_s` while weights were prepared. Of the worker with the longest gap. `mode` is in_place there, so
+call, `step_preparing_s` while weights were prepared. `around_write` is the gap in which weights were written, in parts:
+until then, writing, and to the end of the next step. Of the worker with the longest gap. `mode` is in_place there, so
 that the gap is the update; `recompute` of the object store is the default mode, where KV of the batch (one prompt
 that all share, and what each sampled) is computed again before all go on.
 
 Everything is a median over `repeats`. `ratios.<transport>_vs_memcpy` is `in_place_s` over `memcpy_s`, of the model
-where that is more; `one_worker_…` likewise; `pause_vs_step` is `gap_s` over `step_s` with the object store.
+where that is more, and `…_together` over `memcpy_together_s`; `one_worker_…` is of the service with one worker;
+`pause_vs_step` is `gap_s` over `step_s` with the object store.
 """
 
 import contextlib
@@ -246,10 +248,12 @@ def summed_up(transport: str, updates: Sequence[Update]) -> dict[str, Any]:
 def _decoding(updates: Sequence[Update]) -> dict[str, Any]:
     """Of updates that fell among decode steps."""
     rows: list[dict[str, float]] = []
+    around: list[Mapping[str, float]] = []
     for update in updates:
         worked = max(update.workers, key=lambda worked: worked.gap or 0.0)
         assert worked.gap is not None, worked
         assert worked.step is not None, worked
+        around.append(worked.around_write)
         preparing = worked.step_preparing if worked.step_preparing is not None else worked.step
         rows.append(
             {"gap": worked.gap, "step": worked.step, "step_preparing": preparing, "in_place": _in_place(worked)}
@@ -258,6 +262,7 @@ def _decoding(updates: Sequence[Update]) -> dict[str, Any]:
         "update_s": statistics.median(update.seconds for update in updates),
         "report": _reported(updates),
         **_in_seconds(medians(rows)),
+        "around_write": _in_seconds(medians(around)),
         "all_gap_s": [round(row["gap"], 4) for row in rows],
     }
 
@@ -284,6 +289,8 @@ def find_ratios(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
         for transport in TRANSPORTS:
             if transport in result:
                 found[f"{transport}_vs_memcpy"] = result[transport]["in_place_s"] / result["memcpy_s"]
+                together = result[transport]["in_place_s"] / result["memcpy_together_s"]
+                found[f"{transport}_vs_memcpy_together"] = together
                 if "one_worker" in result:
                     one = result[transport]["one_worker"]["in_place_s"] / result["one_worker"]["memcpy_s"]
                     found[f"one_worker_{transport}_vs_memcpy"] = one

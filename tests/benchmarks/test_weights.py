@@ -48,11 +48,12 @@ def test_what_a_worker_did_is_read_from_the_marks_after_the_call() -> None:
         "check": 0.75,
     }
     assert (one.step, one.step_preparing, one.gap) == (0.5, 1.0, 3.5)
+    assert one.around_write == {"to_write": 0.25, "writing": 1.75, "to_next": 1.5}
 
 
 def test_without_decode_steps_there_is_no_gap() -> None:
     one = worked(marks(), [], begin=10.5)
-    assert (one.step, one.step_preparing, one.gap) == (None, None, None)
+    assert (one.step, one.step_preparing, one.gap, one.around_write) == (None, None, None, {})
 
 
 def test_of_an_update_the_slowest_worker_counts_and_of_models_the_worse_ratio() -> None:
@@ -62,13 +63,21 @@ def test_of_an_update_the_slowest_worker_counts_and_of_models_the_worse_ratio() 
             "one_worker": {"in_place_s": 1.0},
             "decoding": {"gap_s": gap_s, "step_s": 1.0},
         }
-        return {"memcpy_s": 0.5, "one_worker": {"memcpy_s": 0.25}, "object_store": each, "disk": each}
+        return {
+            "memcpy_s": 0.5,
+            "memcpy_together_s": 1.0,
+            "one_worker": {"memcpy_s": 0.25},
+            "object_store": each,
+            "disk": each,
+        }
 
     ratios = find_ratios({"a": result(1.0, 5.0), "b": result(2.0, 4.0)})
     assert ratios == {
         "object_store_vs_memcpy": 4.0,
+        "object_store_vs_memcpy_together": 2.0,
         "one_worker_object_store_vs_memcpy": 4.0,
         "disk_vs_memcpy": 4.0,
+        "disk_vs_memcpy_together": 2.0,
         "one_worker_disk_vs_memcpy": 4.0,
         "pause_vs_step": 5.0,
     }
@@ -77,7 +86,7 @@ def test_of_an_update_the_slowest_worker_counts_and_of_models_the_worse_ratio() 
 def test_the_trainers_own_time_is_told_by_transport() -> None:
     phases = dict.fromkeys(("open", "verify", "step_wait", "write", "fetch", "read", "check"), 0.5)
     workers = [
-        Worked(prepare=prepare, commit=1.0, phases=phases, gap=None, step=None, step_preparing=None)
+        Worked(prepare=prepare, commit=1.0, phases=phases, gap=None, around_write={}, step=None, step_preparing=None)
         for prepare in (1.0, 2.0)
     ]
     report = UpdateReport(
@@ -141,6 +150,7 @@ def test_every_transport_is_measured(ray_cluster: None, tmp_path: Path) -> None:
     results, ratios = run(settings)
     assert set(ratios) == {
         *(f"{transport}_vs_memcpy" for transport in TRANSPORTS),
+        *(f"{transport}_vs_memcpy_together" for transport in TRANSPORTS),
         *(f"one_worker_{transport}_vs_memcpy" for transport in TRANSPORTS),
         "pause_vs_step",
     }
@@ -154,6 +164,7 @@ def test_every_transport_is_measured(ray_cluster: None, tmp_path: Path) -> None:
             assert each["trainer_s"] > 0
             assert each["one_worker"]["in_place_s"] > 0
             assert each["decoding"]["step_s"] <= each["decoding"]["gap_s"]
+            assert set(each["decoding"]["around_write"]) == {"to_write_s", "writing_s", "to_next_s"}
         assert found["object_store"]["phases"]["fetch_s"] > 0
         assert found["disk"]["phases"]["read_s"] > 0
         assert all(found[transport]["phases"]["check_s"] > 0 for transport in TRANSPORTS)
