@@ -5,10 +5,10 @@ Rollouts are sampled at temperature 1 without truncation, so that what workers r
 prompts are random ids, and seeds follow from keys. Cases:
 
 - `straight`: without suspensions.
-- `pool`: stopped every `slice_tokens` tokens, all KV to the pool, and resumed on another worker.
+- `pool`: stopped every `slice_tokens` tokens, all KV to the pool, and resumed on another worker where that has room.
 - `none`: stopped likewise, and nothing is kept: what is not in a worker's prefix tree is computed again.
-- `updated`: halfway through, the trainer pushes perturbed weights (`update_weights`, object store, mode recompute);
-  each token is compared with the trainer that has the weights of which it has the version.
+- `updated`: after a quarter of the tokens the trainer pushes perturbed weights (`update_weights`, object store, mode
+  recompute); each token is compared with the trainer that has the weights of which it has the version.
 - `after`: fresh ones on the perturbed weights.
 
 `fp32`: workers and trainer in float32. `bf16`: workers in bfloat16 against two trainers: in float32, of the weights
@@ -140,7 +140,7 @@ def _roll_out(settings: Settings, dtype: str) -> RolledOut:
         rolled_out["straight"] = _finished(settings, service, "straight")
         before = service.stats().counters.tokens
         submit(service, UPDATED)
-        _until_sampled(service, before + settings.trajectories * settings.new_tokens // 2)
+        _until_sampled(service, before + settings.trajectories * settings.new_tokens // 4)
         service.update_weights(dict(_weights(settings, dtype, version=1)), 1, mode="recompute", timeout_s=TIMEOUT_S)
         rolled_out[UPDATED] = _finished(settings, service, UPDATED)
         submit(service, AFTER)
@@ -181,7 +181,7 @@ def check_case(case: str, done: Trajectories, new_tokens: int) -> None:
         and versions == expected
         and all(bool(one.suspensions) is suspended for one in done)
         and bool(counted["restored_tokens"]) is (case == "pool")
-        and (case != "pool" or 2 * counted["resumed_elsewhere"] > counted["suspensions"])
+        and (case != "pool" or counted["resumed_elsewhere"] > 0)
         and (case != "none" or counted["recomputed_tokens"] > 0)
     )
     if not right:

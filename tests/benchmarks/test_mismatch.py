@@ -108,8 +108,8 @@ def test_every_case_is_close_to_the_trainer_and_far_from_other_weights(ray_clust
             "model": make_tiny_llama(tmp_path / "llama"),
             "trajectories": 6,
             "prompt_tokens": 20,
-            "new_tokens": 400,
-            "slice_tokens": 100,
+            "new_tokens": 800,
+            "slice_tokens": 200,
             "pool_bytes": "16MiB",
             "kv_bytes": "16MiB",
             "forced_together": 4,
@@ -123,7 +123,7 @@ def test_every_case_is_close_to_the_trainer_and_far_from_other_weights(ray_clust
     for dtype, trainers in (("fp32", ["fp32"]), ("bf16", ["fp32", "bf16"])):
         assert set(results[dtype]) == {"straight", "pool", "none", "updated", "after"}
         for case in results[dtype].values():
-            assert case["tokens"] == 6 * 400
+            assert case["tokens"] == 6 * 800
             for trainer in trainers:
                 figures = case[f"trainer_{trainer}"]
                 assert 0 < figures["mean_abs_delta"] <= figures["max_abs_delta"]
