@@ -32,6 +32,7 @@
     ├── WeightsError             weights that cannot be published, sent or read; the old ones stay
     │   ├── WeightsChecksumError bytes of a tensor that do not match their checksum
     │   ├── WeightsSourceError   weights that cannot be read, or are not what they say
+    │   │   └── WeightsGoneError  the live ones cannot be had any more: they must be updated again
     │   └── WeightsUpdateError   an update that workers refused; all keep the old weights
     └── DeadlineError            a wait ended at its deadline (also a TimeoutError)
 
@@ -205,6 +206,10 @@ class WeightsChecksumError(WeightsError):
 
 class WeightsSourceError(WeightsError):
     """Weights that cannot be read, do not arrive, or are not what they say."""
+
+
+class WeightsGoneError(WeightsSourceError):
+    """The live weights cannot be had any more, as who sent them, or all who had them, are gone."""
 
 
 class WeightsUpdateError(WeightsError):

@@ -31,7 +31,7 @@ class TensorMemory:
                 storage.resize_(0)
             else:
                 _give_pages_back(storage.data_ptr(), storage.nbytes())
-        _return_freed()
+        return_freed()
         torch.cuda.empty_cache()
         return sum(self._sizes)
 
@@ -57,7 +57,7 @@ def _give_pages_back(address: int, nbytes: int) -> None:
         raise OSError(ctypes.get_errno(), "madvise")
 
 
-def _return_freed() -> None:
+def return_freed() -> None:
     """The C library of GNU keeps freed blocks of up to 32 MiB until it is told to return them."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

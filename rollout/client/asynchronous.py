@@ -20,8 +20,9 @@ from rollout.cluster import launch
 from rollout.cluster.calls import call
 from rollout.cluster.description import ServiceDescription
 from rollout.cluster.shipment import Publications, Shipment
+from rollout.cluster.updater import COMMIT_S
 from rollout.config import Config, load_config
-from rollout.errors import DeadlineError, InvalidArgumentError, RolloutError, ServiceClosedError
+from rollout.errors import DeadlineError, InvalidArgumentError, RolloutError, ServiceClosedError, WeightsError
 from rollout.metrics import KVCheck, ServiceStats
 from rollout.reports import (
     AbortReport,
@@ -394,11 +395,15 @@ class AsyncRollout:
         try:
             report: UpdateReport = await self._call(
                 self._controller.update_weights,
-                *(shipment.parcel, version, chosen, left_s, delta),
-                timeout_s=left_s + CALL_S,
+                *(shipment.parcel, version, chosen, left_s),
+                timeout_s=left_s + COMMIT_S + CALL_S,
             )
-        except BaseException:
+        except WeightsError as error:
             self._publications.refused(shipment.written)
+            unsent = sending.exception() if sending.done() and not sending.cancelled() else None
+            raise error from unsent
+        except BaseException:  # it may be live all the same
+            self._publications.live(shipment.written, delta=True)
             raise
         finally:
             shipment.close()
@@ -439,8 +444,8 @@ class AsyncRollout:
     ) -> None:
         """Have workers take memory again, and load the live weights; those that have all of it go on.
 
-        `update_weights` takes memory for weights by itself. Raises `UnknownWorkerError`, `WeightsSourceError` if the
-        live weights cannot be had any more, so that an update is needed, or `DeadlineError`.
+        `update_weights` takes memory for weights by itself. Raises `UnknownWorkerError`, `WeightsGoneError` if the live
+        weights cannot be had any more, so that an update is needed, or `DeadlineError`.
         """
         timeout_s = _seconds(timeout_s)
         await self._call(
@@ -530,6 +535,8 @@ def _names(ids: Ids) -> list[str] | None:
 
 
 def _memory(what: MemoryOf | str | Sequence[MemoryOf | str]) -> set[MemoryOf]:
+    if not what:
+        raise InvalidArgumentError(f"what: got {what!r}, allowed: {', '.join(MemoryOf)}, or both")
     return {_one_of(MemoryOf, "what", each) for each in ([what] if isinstance(what, str) else what)}
 
 

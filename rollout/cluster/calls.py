@@ -43,6 +43,11 @@ def wait_for(refs: Sequence[Any], timeout_s: float, what: str) -> Any:
         raise DeadlineError(f"{what} were not up within {timeout_s:g} s") from None
 
 
+def is_lost(error: BaseException) -> bool:
+    """Whether it says that a worker process is gone, or was restarted since."""
+    return isinstance(error, RayActorError | WorkerLostError)
+
+
 def one_line(error: BaseException) -> str:
     """The kind of an error and the first line of what it says."""
     cause = getattr(error, "cause", None) or error

@@ -267,13 +267,13 @@ class ControllerActor:
         self._carry_out(self._core.unpause(time.time()))
 
     async def update_weights(
-        self, parcel: Parcel, version: Version, mode: UpdateMode, timeout_s: float, delta: bool
+        self, parcel: Parcel, version: Version, mode: UpdateMode, timeout_s: float
     ) -> UpdateReport:
-        """Have every worker replace its weights, by all or (`delta`) some tensors.
+        """Have every worker replace its weights.
 
         Raises `WeightsUpdateError` or `DeadlineError`, and nothing has changed.
         """
-        return await self._updater.update(parcel, version, mode, timeout_s, delta=delta)
+        return await self._updater.update(parcel, version, mode, timeout_s)
 
     async def flush(self) -> FlushReport:
         """Drop all KV that no running trajectory uses, everywhere."""

@@ -29,6 +29,7 @@ from rollout.errors import DeadlineError, RequestError, WeightsSourceError
 from rollout.kv.image import Buffer, Manifest, describe, join
 from rollout.kv.restore import ImageReader
 from rollout.kv.tiers import Tier
+from rollout.memory import return_freed
 from rollout.metrics import WorkerStats
 from rollout.model.digest import weights_digest
 from rollout.model.spec import read_spec
@@ -167,8 +168,10 @@ class Host:
         except queue.Empty:
             raise DeadlineError(f"the engine of {self._worker} did not answer within {timeout_s:g} s") from None
 
-    def prepare_weights(self, name: str, source: WeightsSource, *, delta: bool) -> int:
-        """See that all of `source` can be read, is whole, and fits, as far as it goes if it is a `delta`; its bytes.
+    def prepare_weights(self, name: str, source: WeightsSource, *, delta: bool) -> tuple[int, str]:
+        """See that all of `source` can be read, is whole, and fits, as far as it goes if it is a `delta`.
+
+        Returns its size in bytes, and a digest of its manifest.
 
         Raises `WeightsError` or `UnsupportedModelError`.
         """
@@ -183,7 +186,7 @@ class Host:
             source.close()
             raise
         self._prepared = (name, source)
-        return source.manifest.nbytes
+        return source.manifest.nbytes, source.manifest.digest
 
     def commit_weights(self, name: str, weights: Weights, reusable: Set[WeightsId], *, in_place: bool) -> int:
         """Replace the weights between two steps by what was prepared under this name.
@@ -197,7 +200,7 @@ class Host:
         def replace() -> None:
             self._fenced = True
             self._decoder.reclaim()
-            write_weights(self._decoder, source.tensors())
+            write_weights(self._decoder, self._alive(source.tensors()))
             self._engine.replace_weights(weights, reusable=reusable, in_place=in_place)
             self._weights = weights
             self._fenced = self._lacks_weights = False
@@ -210,7 +213,7 @@ class Host:
 
     def read_weights(self, read: Callable[[Iterator[tuple[str, Tensor]]], T]) -> tuple[Weights, T]:
         """Have `read` read all weights between two steps; what it made of which."""
-        return self._between_steps(lambda: (self._weights, read(stream_weights(self._decoder))))
+        return self._between_steps(lambda: (self._weights, read(self._alive(stream_weights(self._decoder)))))
 
     def digest_weights(self) -> str:
         """Of what is held now."""
@@ -257,6 +260,12 @@ class Host:
             self._decoder.reclaim()
         return self._lacks_weights
 
+    def _alive(self, named_tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The same; each shows that the engine's thread is alive, which otherwise may be silent for so long only."""
+        for each in named_tensors:
+            self._went_round = time.monotonic()
+            yield each
+
     def _between_steps(self, do: Callable[[], T]) -> T:
         """Have the engine's thread do this, and wait for it, however long the step before takes."""
         future: Future[T] = Future()
@@ -275,6 +284,7 @@ class Host:
         if self._prepared is not None and name in (None, self._prepared[0]):
             self._prepared[1].close()
             self._prepared = None
+            return_freed()
 
     def poll(self, acknowledged: int, wait_s: float) -> Batch:
         """The next events after batch `acknowledged`, waiting up to `wait_s` seconds for one.

@@ -13,6 +13,7 @@ from rollout.errors import WeightsSourceError
 from rollout.transport.buckets import describe
 from rollout.transport.collective import Broadcast
 from rollout.transport.disk import publish, unpublish
+from rollout.transport.manifest import Described
 
 FILE_BYTES = 1 << 30
 """Of one file of weights, if no tensor is bigger."""
@@ -29,6 +30,7 @@ class Shipment:
         self._transport = transport
         self._delta = delta
         self._broadcast: Broadcast | None = None
+        self._described: tuple[Described, ...] | None = None
         self.written: Path | None = None
         """A directory that was made for this, which is the caller's now."""
         if isinstance(source, Path | str):
@@ -51,6 +53,7 @@ class Shipment:
             case Collective():
                 if not (transport.staged or isinstance(source, Mapping)):
                     raise WeightsSourceError("source: got pairs, allowed: a mapping, as weights.transport.staged is no")
+                self._described = None if transport.staged else describe(self._named_tensors)
                 host = ray.util.get_node_ip_address()
                 self._broadcast = Broadcast(host, timeout_s=timeout_s)
                 self.parcel = BroadcastWeights(
@@ -62,12 +65,11 @@ class Shipment:
         if self._broadcast is None:
             return
         assert isinstance(self._transport, Collective), self._transport
-        described = None if self._transport.staged else describe(self._named_tensors)
         self._broadcast.send(
             self._named_tensors,
             bucket_bytes=int(self._transport.bucket_bytes),
             delta=self._delta,
-            described=described,
+            described=self._described,
         )
 
     def close(self) -> None:

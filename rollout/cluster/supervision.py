@@ -89,9 +89,12 @@ class Supervisor:
         """The workers in service, with their actors and incarnations."""
         return {name: (self._posts[name].actor, self._incarnations[name]) for name in sorted(self._serving)}
 
-    def fence(self, worker: WorkerId) -> None:
-        """End its process; it comes back as another one."""
-        self._serving.discard(worker)
+    def fence(self, worker: WorkerId, why: str) -> None:
+        """End its process, of which the core hears at once; it comes back as another one."""
+        if worker in self._serving:
+            self._serving.discard(worker)
+            incarnation = self._incarnations[worker]
+            self._handle(WorkerDown(worker=worker, incarnation=incarnation, error=why, final=False))
         if worker in self._posts:
             ray.kill(self._posts[worker].actor, no_restart=False)
 
@@ -107,7 +110,7 @@ class Supervisor:
                 await self._admit(worker, current)
             except (RayError, WeightsError, TimeoutError) as refused:
                 error = f"it could not load the live weights: {one_line(refused)}"
-                self.fence(current.worker)
+                self.fence(current.worker, error)
             else:
                 error = await self._relay(worker, current, health.health_interval_s, health.unresponsive_s)
             self._serving.discard(current.worker)

@@ -1,6 +1,6 @@
 """New weights on their way to the workers: what the trainer hands over, and how a worker opens it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from rollout.transport.manifest import Entry, Manifest
 from rollout.transport.source import MemoryWeights, WeightsSource
 
 FETCH_S = 60.0
-"""For one bucket to be read, on another node to be copied."""
+"""For all buckets to be had; on another node they are copied."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +79,7 @@ def open_parcel(parcel: Parcel, rank: int, size: int) -> WeightsSource:
     """
     match parcel:
         case StoredWeights():
-            return MemoryWeights(parcel.manifest, lambda index: _fetch(parcel.buckets[index]))
+            return MemoryWeights(parcel.manifest, _fetch(parcel.buckets).__getitem__)
         case WeightsDirectory():
             return DiskWeights(parcel.path)
         case BroadcastWeights():
@@ -87,11 +87,12 @@ def open_parcel(parcel: Parcel, rank: int, size: int) -> WeightsSource:
             return StagedWeights(receiver) if parcel.staged else ArrivingWeights(receiver)
 
 
-def _fetch(reference: Any) -> Any:
-    """A view of a bucket in shared memory, to be read only."""
+def _fetch(buckets: Sequence[Any]) -> list[Any]:
+    """Views of them in shared memory, to be read only; no memory of this process."""
     try:
-        return ray.get(reference, timeout=FETCH_S)
+        views: list[Any] = ray.get(list(buckets), timeout=FETCH_S)
     except GetTimeoutError:
-        raise WeightsSourceError(f"a bucket of weights did not arrive within {FETCH_S:g} s") from None
+        raise WeightsSourceError(f"the weights did not arrive within {FETCH_S:g} s") from None
     except RayError as error:
-        raise WeightsSourceError(f"a bucket of weights is gone: {one_line(error)}") from None
+        raise WeightsSourceError(f"the weights are gone: {one_line(error)}") from None
+    return views

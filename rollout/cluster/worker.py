@@ -120,19 +120,20 @@ class Worker:
         return [manifest for manifest, _ in exported], *(buffers for _, buffers in exported)
 
     @ray.method(concurrency_group="weights")
-    def prepare_weights(self, incarnation: str, name: str, parcel: Parcel, rank: int, size: int) -> int:
-        """Read all of it, and see that it is whole and fits, while decoding goes on; returns its size in bytes.
+    def prepare_weights(self, incarnation: str, name: str, parcel: Parcel, rank: int, size: int) -> tuple[int, str]:
+        """Read all of it, and see that it is whole and fits, while decoding goes on; its size in bytes, and a digest.
 
         `rank` is that of this worker among `size` ends of the transfer. Raises `WeightsError` or
         `UnsupportedModelError`.
         """
         return self._the_same(incarnation).prepare_weights(name, open_parcel(parcel, rank, size), delta=parcel.delta)
 
-    @ray.method(concurrency_group="weights")
+    @ray.method(concurrency_group="control")
     def commit_weights(
         self, incarnation: str, name: str, weights: Weights, reusable: Set[WeightsId], in_place: bool
     ) -> int:
-        """Replace the weights between two steps by what was prepared; returns its size in bytes.
+        """Replace the weights between two steps by what was prepared, after all that was commanded before; returns its
+        size in bytes.
 
         After an error this process serves nothing any more.
         """
@@ -148,7 +149,7 @@ class Worker:
         """Of what this worker has."""
         return self._the_same(incarnation).digest_weights()
 
-    @ray.method(concurrency_group="weights")
+    @ray.method(concurrency_group="control")
     def flush(self, incarnation: str) -> FlushReport:
         """Free all KV that nobody uses just now."""
         return self._the_same(incarnation).flush()

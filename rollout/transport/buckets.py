@@ -45,7 +45,7 @@ def pack(named_tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iter
     names: set[str] = set()
     index = 0
     filling: _Filling | None = None
-    for name, tensor in named_tensors:
+    for name, tensor in _pairs(named_tensors):
         if name in names:
             raise WeightsSourceError(f"{name}: more than once")
         names.add(name)
@@ -60,6 +60,18 @@ def pack(named_tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iter
         del whole
     if filling is not None:
         yield filling.taken()
+
+
+def _pairs(named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """The same, or `WeightsSourceError` at what is not a name with a tensor."""
+    for each in named_tensors:
+        named = isinstance(each, tuple) and len(each) == 2 and isinstance(each[0], str)
+        if not (named and (isinstance(each[1], Tensor) or hasattr(each[1], "full_tensor"))):
+            what = f"{each[0]}: {type(each[1]).__name__}" if named else type(each).__name__
+            raise WeightsSourceError(f"got {what:.80}, allowed: a name with a tensor")
+        if isinstance(each[1], Tensor) and each[1].is_meta:
+            raise WeightsSourceError(f"{each[0]}: got a meta tensor, allowed: one that holds something")
+        yield each
 
 
 def describe(named_tensors: Iterable[tuple[str, Tensor]]) -> tuple[Described, ...]:

@@ -220,6 +220,9 @@ class StagedWeights(MemoryWeights):
             buffers = [bucket.buffer for bucket in receiver.buckets()]
         super().__init__(receiver.manifest, buffers.__getitem__)
 
+    def verify(self) -> None:
+        """Buckets were verified as they arrived."""
+
 
 class ArrivingWeights:
     """What a receiver gets, read as it arrives, once: nothing of it is kept. The sender must have described it."""

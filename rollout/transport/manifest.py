@@ -5,6 +5,7 @@ buffer in memory, or a file. Invariants of a `Manifest`: no name comes twice; ev
 shape and dtype say and lies inside its bucket. Whatever breaks one is refused with `WeightsSourceError`.
 """
 
+import hashlib
 import json
 import math
 from collections import Counter
@@ -84,6 +85,11 @@ class Manifest:
             )
             offset += nbytes
         return cls(entries=tuple(entries), bucket_bytes=(offset,), delta=delta)
+
+    @property
+    def digest(self) -> str:
+        """Equal for equal weights in the same buckets, as far as checksums are known."""
+        return hashlib.blake2b(self.to_json().encode(), digest_size=16).hexdigest()
 
     @property
     def nbytes(self) -> int:

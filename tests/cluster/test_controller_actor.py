@@ -129,7 +129,7 @@ class Scene:
             {
                 "model": {"path": model},
                 "cluster": {"health_interval_s": 0.02, "unresponsive_s": 60.0} | cluster,
-                "pool": {"export_timeout_s": 0.05},
+                "pool": {"budget_bytes": "1GiB", "export_timeout_s": 0.05},
                 "abort": {"keep": "pool"},
             }
         )

@@ -123,7 +123,7 @@ class Storm:
 
 def _dies_in_prepare(self: Any) -> None:
 
-    self._host.prepare_weights = lambda *_: os._exit(1)
+    self._host.prepare_weights = lambda *_, **__: os._exit(1)
 
 
 def _dies_in_commit(self: Any) -> None:
