@@ -105,6 +105,8 @@ class Host:
         self._lacks_weights = False
         """Their memory was given back since they were loaded."""
         self._prepared: tuple[str, WeightsSource] | None = None
+        self._wanted: str | None = None
+        """The weights that are to be prepared, or were: others come too late."""
         self._changed = threading.Condition()
         self._outbox: list[WorkerEvent] = []
         self._pressing = False
@@ -176,6 +178,7 @@ class Host:
         Raises `WeightsError` or `UnsupportedModelError`.
         """
         self.drop_weights()
+        self._wanted = name
         if delta and self._lacks_weights:
             source.close()
             raise WeightsSourceError(f"{self._worker}: got some tensors, allowed: all, as it gave its memory back")
@@ -185,6 +188,9 @@ class Host:
         except BaseException:
             source.close()
             raise
+        if self._wanted != name:
+            source.close()
+            raise WeightsSourceError(f"{self._worker}: nobody waits for the weights {name} any more")
         self._prepared = (name, source)
         return source.manifest.nbytes, source.manifest.digest
 
@@ -281,6 +287,8 @@ class Host:
 
     def drop_weights(self, name: str | None = None) -> None:
         """What was prepared, under this name or any, will not be committed."""
+        if name in (None, self._wanted):
+            self._wanted = None
         if self._prepared is not None and name in (None, self._prepared[0]):
             self._prepared[1].close()
             self._prepared = None

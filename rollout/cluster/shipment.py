@@ -34,6 +34,8 @@ class Shipment:
         self.written: Path | None = None
         """A directory that was made for this, which is the caller's now."""
         if isinstance(source, Path | str):
+            if not str(source):
+                raise WeightsSourceError("source: got '', allowed: a directory")
             self.parcel: Parcel = WeightsDirectory(path=Path(source).absolute(), delta=delta)
             return
         self._named_tensors = source.items() if isinstance(source, Mapping) else source

@@ -23,8 +23,9 @@ from rollout.metrics import WorkerStats
 from rollout.reports import FlushReport
 from rollout.types import Keep, MemoryOf, NodeId, SequenceKey, Weights, WeightsId, WorkerId
 
-GROUPS = {"control": 1, "events": 1, "data": 2, "weights": 1}
-"""Threads of each concurrency group; one for `control` keeps commands in order."""
+GROUPS = {"control": 1, "events": 1, "data": 2, "weights": 4}
+"""Threads of each concurrency group. One for `control` keeps commands in order; those for `weights` take turns, but one
+that hangs, on a network file system that does not answer, is not in the way of the next."""
 
 
 class Worker:

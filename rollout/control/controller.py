@@ -239,7 +239,7 @@ class Controller:
         known = {each.worker_id: each for each in self._fleet.workers}
         if worker not in known:
             raise UnknownWorkerError(f"worker: got {worker!r}, allowed: one of {', '.join(sorted(known)) or 'none'}")
-        if all(each.draining for name, each in known.items() if name != worker):
+        if all(each.leaving for name, each in known.items() if name != worker):
             raise UnknownWorkerError(f"worker: got {worker!r}, the only one in service; add another first")
         moved, commands = self._members.drain(worker, now)
         return moved, commands + self._settled(now)

@@ -69,8 +69,9 @@ def _pairs(named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, T
         if not (named and (isinstance(each[1], Tensor) or hasattr(each[1], "full_tensor"))):
             what = f"{each[0]}: {type(each[1]).__name__}" if named else type(each).__name__
             raise WeightsSourceError(f"got {what:.80}, allowed: a name with a tensor")
-        if isinstance(each[1], Tensor) and each[1].is_meta:
-            raise WeightsSourceError(f"{each[0]}: got a meta tensor, allowed: one that holds something")
+        if isinstance(each[1], Tensor) and (each[1].is_meta or each[1].layout is not torch.strided):
+            kind = "meta" if each[1].is_meta else str(each[1].layout)
+            raise WeightsSourceError(f"{each[0]}: got a {kind} tensor, allowed: a dense one")
         yield each
 
 

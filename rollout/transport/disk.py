@@ -24,9 +24,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rollout.errors import WeightsError
-from rollout.transport.buckets import check, pack, unpack
+from rollout.transport.buckets import check, checksum, pack, unpack
 from rollout.transport.directory import INDEX_FILE, MANIFEST_FILE, descriptor_of, open_directory, open_shards
-from rollout.transport.manifest import Manifest
+from rollout.transport.manifest import Entry, Manifest
 from rollout.transport.shards import all_entries
 
 _PUBLISHED = re.compile(rf"{re.escape(MANIFEST_FILE)}|{re.escape(INDEX_FILE)}|model-[0-9a-f]{{8}}-\d{{5}}\.safetensors")
@@ -68,7 +68,7 @@ def unpublish(path: Path) -> None:
 
 
 class DiskWeights:
-    """A directory that was published, or any of Hugging Face's with safetensors, which then has no checksums.
+    """A directory that was published, or any of Hugging Face's with safetensors, which has no checksums at first.
 
     What it opened it reads, whatever becomes of `path`. Reads one tensor at a time into memory of its own.
     """
@@ -83,13 +83,19 @@ class DiskWeights:
         return self._manifest
 
     def verify(self) -> None:
-        """Read everything, and compare checksums where there are any."""
-        for entry in self._manifest.entries:
-            check(self._shards[entry.bucket].read(entry.offset, entry.nbytes), entry)
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Read everything, and compare checksums; where there are none the manifest has them from then on."""
+        entries: list[Entry] = []
         for entry in self._manifest.entries:
             content = self._shards[entry.bucket].read(entry.offset, entry.nbytes)
+            entries.append(replace(entry, checksum=checksum(content)) if entry.checksum is None else entry)
+            check(content, entries[-1])
+        self._manifest = replace(self._manifest, entries=tuple(entries))
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Raises `WeightsChecksumError` if a file was written to since it was verified."""
+        for entry in self._manifest.entries:
+            content = self._shards[entry.bucket].read(entry.offset, entry.nbytes)
+            check(content, entry)
             yield from unpack(content, [replace(entry, offset=0)])
             del content
 

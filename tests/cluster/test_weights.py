@@ -265,6 +265,27 @@ def test_tensors_go_by_a_directory_of_their_own_that_goes_with_the_next(
         client.update_weights(tensors(models[1]), 5)
 
 
+def test_a_directory_that_has_changed_is_not_taken_for_what_it_was(
+    service: Rollout, models: list[Path], truth: list[Output], tmp_path: Path
+) -> None:
+    latest = tmp_path / "latest"
+    latest.symlink_to(models[1])
+    service.update_weights(latest, 1)
+    latest.unlink()
+    latest.symlink_to(models[2])
+    before = pids(service)["worker-0"]
+    os.kill(before, signal.SIGKILL)
+    eventually(lambda: pids(service).get("worker-0", before) != before)
+    service.submit([PROMPT], n=8, key=["p"], sampling=SAMPLING)
+    (delivery,) = service.next_groups(1, timeout_s=240)
+    assert {output(t) for t in delivery.trajectories} == {truth[1]}
+    eventually(lambda: {stats.weights.version for stats in service.stats().workers} == {1})
+    service.submit([PROMPT], n=8, key=["q"], sampling=SAMPLING)
+    (delivery,) = service.next_groups(1, timeout_s=240)
+    assert {worker for t in delivery.trajectories for worker in t.workers} == {"worker-0", "worker-1"}
+    assert {output(t) for t in delivery.trajectories} == {truth[1]}
+
+
 def test_a_broadcast_whose_sender_fails_changes_nothing(
     service: Rollout, models: list[Path], truth: list[Output]
 ) -> None:

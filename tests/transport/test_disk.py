@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import xxhash
 from safetensors.torch import load_file, save_file
 
 from rollout.errors import WeightsChecksumError, WeightsSourceError
@@ -14,7 +15,7 @@ from rollout.transport.directory import INDEX_FILE, MANIFEST_FILE
 from rollout.transport.disk import DiskWeights, publish
 from rollout.transport.manifest import Manifest
 from tests.tiny_models import make_tiny_llama
-from tests.transport.weights import assert_same, packed, weights
+from tests.transport.weights import assert_same, content, packed, weights
 
 BUCKET = 3000
 
@@ -59,13 +60,31 @@ def test_a_directory_of_hugging_face_is_read_without_checksums(max_shard_size: s
     for shard in shards(path):
         expected |= load_file(shard)
     source = DiskWeights(path)
+    assert set(source.manifest.checksums.values()) == {None}
     source.verify()
     assert_same(source.tensors(), expected)
     described = {name: (shape, dtype) for name, shape, dtype in source.manifest.described()}
     assert described == {
         name: (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in expected.items()
     }
-    assert set(source.manifest.checksums.values()) == {None}
+    assert source.manifest.checksums == {
+        name: xxhash.xxh3_64_intdigest(content(tensor)) for name, tensor in expected.items()
+    }
+    source.close()
+
+
+def test_a_file_that_is_written_to_between_verifying_and_reading_is_refused(tmp_path: Path) -> None:
+    path = make_tiny_llama(tmp_path / "llama")
+    source = DiskWeights(path)
+    source.verify()
+    (file,) = shards(path)
+    with file.open("r+b") as writing:
+        writing.seek(-1, 2)
+        last = writing.read(1)
+        writing.seek(-1, 2)
+        writing.write(bytes([last[0] ^ 1]))
+    with pytest.raises(WeightsChecksumError):
+        list(source.tensors())
     source.close()
 
 
