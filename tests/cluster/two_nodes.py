@@ -39,6 +39,7 @@ CONFIG: dict[str, Any] = {
     "cluster": {"workers": 2, "health_interval_s": 0.2, "start_timeout_s": 600},
     "pool": {"budget_bytes": "40MiB", "reserve_bytes": 2 * BUCKET_BYTES, "warm_bytes": "4MiB", "restore_timeout_s": 60},
     "resume": {"prefer": "other"},
+    "weights": {"transport": {"kind": "disk"}},  # which need no room in the store
 }
 
 
