@@ -50,10 +50,11 @@ from rollout.control.messages import WorkerEvent, merge_sampled
 from rollout.engine.engine import Engine
 from rollout.engine.scheduler import Scheduler
 from rollout.errors import DeadlineError
-from rollout.types import NodeId, WorkerId
+from rollout.types import NodeId, Version, Weights, WeightsId, WorkerId
 
 TIMEOUT_S = 1800.0
 PAGE_TOKENS = 16
+WEIGHTS = Weights(WeightsId("weights"), Version(0))
 LOOP: dict[str, tuple[Any, str]] = {
     "messages": (Host, "_take_messages"),
     "exports": (Exports, "collect"),
@@ -216,7 +217,7 @@ class _Side:
             },
             "abort": {"policies": [{"kind": "memory"}]},
         }
-        self.host = Host(WorkerId("w"), NodeId("node"), "i", load_config(config), "weights", NoImages())
+        self.host = Host(WorkerId("w"), NodeId("node"), "i", load_config(config), WEIGHTS, NoImages())
         self._acknowledged = 0
         threading.Thread(target=self._poll, daemon=True).start()
         draw = random.Random(0)

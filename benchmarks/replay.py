@@ -18,7 +18,7 @@ from pydantic import PositiveInt
 
 from benchmarks.decisions import summed
 from benchmarks.measure import MeasurementError
-from rollout.config import AbortConfig, EngineConfig, GroupsConfig, HostConfig, ResumeConfig, Section
+from rollout.config import AbortConfig, EngineConfig, GroupsConfig, HostConfig, ResumeConfig, Section, WeightsConfig
 from rollout.control.controller import Controller
 from rollout.control.fleet import Worker
 from rollout.control.messages import WorkerReport, WorkerUp
@@ -27,6 +27,7 @@ from rollout.control.submission import Submission
 from rollout.errors import RolloutError
 from rollout.sim.machine import MachineRates, rising_prefill
 from rollout.sim.simulation import Driver, Simulation, forced_group
+from rollout.sim.worker import WEIGHTS
 
 TOLD = frozenset({"submit", "handle", "abort", "resume", "begin_collection", "end_collection", "take", "settle_calls"})
 """Calls that are recorded, since they change a controller; no other may be made."""
@@ -99,9 +100,11 @@ def measure_updates(mix: Mix, repeats: int) -> dict[str, Any]:
         controller = Controller(
             workers=mix.workers,
             max_context=rates.max_context,
+            weights=WEIGHTS,
             abort=abort,
             resume=ResumeConfig(),
             groups=GroupsConfig(),
+            versions=WeightsConfig(),
         )
         begin, cpu = time.perf_counter(), time.thread_time()
         recording.replay(controller)

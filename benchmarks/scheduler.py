@@ -45,7 +45,7 @@ from rollout.engine.kernels import choose_kernel
 from rollout.engine.scheduler import Scheduler
 from rollout.model.spec import read_spec
 from rollout.native.library import Kernels
-from rollout.types import Version
+from rollout.types import Version, Weights, WeightsId
 
 PARTS: dict[str, tuple[tuple[Any, str], ...]] = {
     "plan": ((Scheduler, "plan"),),
@@ -237,8 +237,7 @@ def _engine(settings: Settings, model: Path, contexts: list[int]) -> Engine:
         reader=NoImages(),
         restore_timeout_s=1.0,
         wake=lambda: None,
-        weights_id="weights",
-        version=Version(0),
+        weights=Weights(WeightsId("weights"), Version(0)),
         memory=Memory(kind="memory"),
     ).engine
 
