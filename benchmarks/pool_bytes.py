@@ -51,6 +51,7 @@ def run(settings: Settings) -> tuple[dict[str, Any], dict[str, float]]:
         "engine": {"max_running": settings.samples, "page_tokens": PAGE_TOKENS},
         "cluster": {"name": settings.name, "cpus_per_worker": settings.cpus},
         "pool": {"budget_bytes": "256MiB"},
+        "weights": {"transport": {"kind": "disk"}},
     }
     with start(config) as service:
         return _measure(service, settings)

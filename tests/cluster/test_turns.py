@@ -159,7 +159,7 @@ def test_chat_messages_follow_an_answer_as_the_template_says(service: Rollout) -
     chat = [{"role": "user", "content": "6 * 7"}]
     service.submit([chat], sampling=sampling, key=next(KEYS), multi_turn=True)
     (turn,) = service.next_turns()
-    with pytest.raises(InvalidPromptError, match="got messages for an id"):
+    with pytest.raises(InvalidPromptError, match="got messages with an id"):
         service.extend(turn.trajectory_id, MESSAGES)
     service.extend(turn, MESSAGES)
     service.next_turns()

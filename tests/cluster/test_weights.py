@@ -24,7 +24,6 @@ from rollout.errors import (
     InvalidArgumentError,
     UnknownWorkerError,
     WeightsError,
-    WeightsGoneError,
     WeightsUpdateError,
 )
 from rollout.model.weights import stream_safetensors
@@ -448,25 +447,3 @@ def test_trajectories_wait_for_the_version_that_they_ask_for(service: Rollout, m
         service.submit([PROMPT], key=["never"], exact_version=1)
     after = service.stats().staleness.tokens
     assert {lag: tokens - before.get(lag, 0) for lag, tokens in after.items() if tokens != before.get(lag)} == {0: 40}
-
-
-def test_a_service_that_nobody_can_give_the_live_weights_to_waits_for_an_update(
-    models: list[Path], truth: list[Output], ray_cluster: None
-) -> None:
-    with rollout.start(settings(models[0], "alone", cluster={"workers": 1})) as service:
-        with other_client(service, {"kind": "collective"}) as client:
-            client.update_weights(tensors(models[1]), 1)
-        service.submit([PROMPT], key=["p"], sampling=SAMPLING)
-        before = pids(service)["worker-0"]
-        os.kill(before, signal.SIGKILL)
-        eventually(lambda: pids(service).get("worker-0", before) != before)
-        eventually(lambda: inside(controller(service), lambda self: bool(self._core._fleet.workers)))
-        assert service.next_groups(1, timeout_s=1.0) == []
-        with pytest.raises(WeightsGoneError, match="nobody has the live weights, version 1"):
-            service.reclaim_memory()
-        with pytest.raises(WeightsUpdateError, match="got some tensors, allowed: all"):
-            service.update_weights({}, 2, delta=True)
-        service.update_weights(tensors(models[2]), 2)
-        (trajectory,) = service.next_groups(1, timeout_s=120)[0].trajectories
-        assert trajectory.error is None
-        assert output(roll_out(service, "q")) == truth[2]
