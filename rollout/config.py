@@ -298,7 +298,7 @@ class ObjectStore(Section):
 
     kind: Literal["object_store"]
     bucket_bytes: ByteSize = ByteSize(32 << 20)
-    """Of one object, if no tensor is bigger: what a worker has of the new weights at one time."""
+    """Of one object, if no tensor is bigger. Workers read it where it is, in shared memory."""
 
 
 class Disk(Section):

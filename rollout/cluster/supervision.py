@@ -1,7 +1,7 @@
 """Keeps watch over workers: hands their events to the core, through all their incarnations, until they are gone.
 
-One task per worker polls and notices its death; every wait has a deadline. Whoever commands a worker asks here for its
-address.
+One task per worker polls and notices its death; every wait has a deadline, that of `admit` being the one of the update
+before it. Whoever commands a worker asks here for its address.
 """
 
 import asyncio

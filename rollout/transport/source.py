@@ -34,7 +34,7 @@ class WeightsSource(Protocol):
 
 
 class MemoryWeights:
-    """Buckets that `fetch` hands out, of which this holds one at a time and, between two calls, none."""
+    """Buckets that `fetch` hands out; what it does not keep is let go of before the next."""
 
     def __init__(self, manifest: Manifest, fetch: Fetch) -> None:
         self._manifest = manifest
