@@ -15,7 +15,7 @@ LAYERS = (
     ("errors",),
     ("types",),
     ("config", "memory", "metrics", "reports"),
-    ("attention", "native", "kv", "control", "store", "text", "transport"),
+    ("attention", "native", "kv", "control", "store", "text", "training", "transport"),
     ("model",),
     ("engine",),
     ("cluster", "sim"),
