@@ -1,23 +1,18 @@
-"""Trajectories as Parquet: the documented schema, an atomic writer, a reader.
+"""The documented Arrow schema of trajectories, and a trajectory as one row of it.
 
-One row is one trajectory; columns keep their order and may only be added at the end, and a change of meaning
-raises `SCHEMA_VERSION`, which is in the file's metadata. Log-probabilities are the engine's fp32 values, bit for
-bit. A file appears under its name only when it is whole: rows go to a sibling that replaces the old file on close.
+Columns keep their order and may only be added at the end; a change of meaning raises `SCHEMA_VERSION`, which is in the
+metadata of every file. Log-probabilities are the engine's fp32 values, bit for bit.
 """
 
-import contextlib
 import json
-import os
-import secrets
-from collections.abc import Iterable
-from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from rollout.errors import ConfigError
+from rollout.errors import InvalidArgumentError
 from rollout.types import (
     AbortReason,
     Attempt,
@@ -33,7 +28,7 @@ from rollout.types import (
 )
 
 SCHEMA_VERSION = 1
-_VERSION_KEY = b"rollout.schema_version"
+VERSION_KEY = b"rollout.schema_version"
 
 SCHEMA = pa.schema(
     [
@@ -111,128 +106,39 @@ SCHEMA = pa.schema(
             ),
             nullable=False,
         ),
+        # What the driver gave it, if anything.
+        pa.field("reward", pa.float64()),
     ],
-    metadata={_VERSION_KEY: str(SCHEMA_VERSION).encode()},
+    metadata={VERSION_KEY: str(SCHEMA_VERSION).encode()},
 )
 """Columns of the file, in order."""
 
-_ROW_GROUP_TOKENS = 1 << 20
-_ROW_GROUP_ROWS = 1024
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """A trajectory as it lies on disk."""
+
+    trajectory: Trajectory
+    reward: float | None = None
+    """What the driver gave it, if anything."""
+    version: Version | None = None
+    """The label that it was appended to a `TrajectoryStore` under; None: it is from a single file."""
 
 
-class TrajectoryWriter:
-    """Writes one file; `close`, or leaving the `with` block in whatever way, publishes what was written.
-
-    A block that fails before its first row leaves the old file alone, as do `discard` and a failing disk.
-    Raises `ConfigError` if the file cannot be made, `OSError` if writing fails later.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if path.is_dir():
-                raise ConfigError(f"{path}: cannot write trajectories: it is a directory")
-            # By name: a sink of Arrow's own is not torn by a signal, as a Python file object would be.
-            self._parquet = pq.ParquetWriter(str(self._partial), SCHEMA, compression="zstd")
-        except OSError as error:
-            raise ConfigError(f"{path}: cannot write trajectories: {error.strerror or error}") from None
-        self._batches: list[pa.RecordBatch] = []
-        self._buffered_tokens = 0
-        self._closed = False
-        self.written = 0
-        """Rows so far."""
-
-    def write(self, trajectories: Iterable[Trajectory]) -> None:
-        """Append rows, such as those of a finished group; small groups share a row group of the file."""
-        assert not self._closed, f"{self._path}: written to after close"
-        for trajectory in trajectories:
-            self._batches.append(pa.RecordBatch.from_pylist([_row(trajectory)], schema=SCHEMA))
-            self._buffered_tokens += len(trajectory.prompt_ids) + len(trajectory.output_ids)
-            self.written += 1
-            if self._buffered_tokens >= _ROW_GROUP_TOKENS or len(self._batches) >= _ROW_GROUP_ROWS:
-                self._flush()
-
-    def close(self) -> None:
-        """Publish: all rows on disk, then the file under its name. Closing twice is allowed."""
-        if self._closed:
-            return
-        self._flush()
-        try:
-            self._parquet.close()
-            _sync(self._partial)
-            self._partial.replace(self._path)
-            _sync(self._path.parent)
-        except OSError:
-            self.discard()
-            raise
-        self._closed = True
-
-    def discard(self) -> None:
-        """Drop what was written; the old file, if any, stays."""
-        if self._closed:
-            return
-        self._closed = True
-        with contextlib.suppress(OSError):
-            self._parquet.close()
-        self._partial.unlink(missing_ok=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is not None and self.written == 0:
-            self.discard()
-        else:
-            self.close()
-
-    def _flush(self) -> None:
-        """Write one row group. Rows leave the buffer first: an interrupt is raised once the write has returned."""
-        if not self._batches:
-            return
-        table = pa.Table.from_batches(self._batches).combine_chunks()
-        self._batches = []
-        self._buffered_tokens = 0
-        try:
-            self._parquet.write_table(table)
-        except OSError:
-            self.discard()
-            raise
+def checked_rewards(rewards: Sequence[float | None], trajectories: int) -> list[float | None]:
+    """One for each trajectory, as plain numbers. Raises `InvalidArgumentError`."""
+    if len(rewards) != trajectories:
+        raise InvalidArgumentError(f"rewards: got {len(rewards)}, allowed: one for each of {trajectories} trajectories")
+    for index, reward in enumerate(rewards):
+        if reward is not None and not isinstance(reward, Real):
+            raise InvalidArgumentError(
+                f"rewards: item {index}: got {type(reward).__name__} ({reward!r:.80}), allowed: a number or None"
+            )
+    return [None if reward is None else float(reward) for reward in rewards]
 
 
-def write_trajectories(path: Path, trajectories: Iterable[Trajectory]) -> None:
-    """Write all of them or, if the iterable fails, nothing."""
-    with TrajectoryWriter(path) as writer:
-        try:
-            writer.write(trajectories)
-        except BaseException:
-            writer.discard()
-            raise
-
-
-def read_trajectories(path: Path) -> list[Trajectory]:
-    """All rows. Raises `ConfigError` for a file that is missing, not Parquet or of another schema version."""
-    try:
-        file = pq.ParquetFile(path)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot read trajectories: {error.strerror or error}") from None
-    except pa.ArrowInvalid as error:
-        raise ConfigError(f"{path}: not a Parquet file: {error}") from None
-    with file:
-        version = (file.schema_arrow.metadata or {}).get(_VERSION_KEY, b"none").decode(errors="replace")
-        if version != str(SCHEMA_VERSION):
-            raise ConfigError(f"{path}: trajectory schema version: got {version}, allowed: {SCHEMA_VERSION}")
-        return [
-            _trajectory(row)
-            for group in range(file.num_row_groups)
-            for row in file.read_row_group(group, columns=SCHEMA.names).to_pylist()
-        ]
-
-
-def _row(trajectory: Trajectory) -> dict[str, Any]:
+def to_row(trajectory: Trajectory, reward: float | None = None) -> dict[str, Any]:
+    """Its columns, in plain Python."""
     return {
         "group_id": _text(trajectory.group_id),
         "sample_index": trajectory.sample_index,
@@ -279,6 +185,7 @@ def _row(trajectory: Trajectory) -> dict[str, Any]:
             }
             for span in trajectory.kv_spans
         ],
+        "reward": reward,
     }
 
 
@@ -286,7 +193,10 @@ def _run_rows(runs: Iterable[VersionRun]) -> list[dict[str, int | None]]:
     return [{"version": run.version, "tokens": run.tokens} for run in runs]
 
 
-def _trajectory(row: dict[str, Any]) -> Trajectory:
+def from_row(row: dict[str, Any]) -> tuple[Trajectory, float | None]:
+    """What `to_row` was given. A file of before may lack `abort_reason` and the columns after it."""
+    reward = row.get("reward")
+    row = {name: value for name, value in row.items() if name != "reward"}
     reason, stopped = row["finish_reason"], row.get("abort_reason")
     values = row | {
         "group_id": GroupId(row["group_id"]),
@@ -299,12 +209,11 @@ def _trajectory(row: dict[str, Any]) -> Trajectory:
         "workers": tuple(WorkerId(worker) for worker in row["workers"]),
         "resumes": tuple(Resume(**resume) for resume in row["resumes"]),
         "metadata": json.loads(row["metadata"]),
-        # A file of before has none of these.
         "abort_reason": None if stopped is None else AbortReason(stopped),
         "attempts": tuple(_attempt(attempt) for attempt in row.get("attempts", ())),
         "kv_spans": tuple(_span(span) for span in row.get("kv_spans", ())),
     }
-    return Trajectory(**values)
+    return Trajectory(**values), reward
 
 
 def _span(row: dict[str, Any]) -> KVSpan:
@@ -330,12 +239,3 @@ def _runs(rows: Iterable[dict[str, Any]]) -> tuple[VersionRun, ...]:
 def _text(value: str) -> str:
     """Lone surrogates, which a prompt's key may hold and no file can, as escapes."""
     return value.encode("utf-8", errors="backslashreplace").decode()
-
-
-def _sync(path: Path) -> None:
-    """Make a file's bytes, or a directory's renames, last."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

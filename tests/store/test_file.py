@@ -1,5 +1,6 @@
 """Trajectories on disk: bit-exact, in the documented schema, and never a torn or a lost old file."""
 
+import dataclasses
 import os
 import signal
 import struct
@@ -15,101 +16,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout import store
-from rollout.errors import ConfigError
-from rollout.store import TrajectoryWriter, read_trajectories, write_trajectories
-from rollout.types import (
-    AbortReason,
-    Attempt,
-    FinishReason,
-    GroupId,
-    KVSpan,
-    Resume,
-    Trajectory,
-    TrajectoryId,
-    Version,
-    VersionRun,
-    WorkerId,
-    version_runs,
-)
+from rollout.errors import ConfigError, InvalidArgumentError
+from rollout.store import SCHEMA, TrajectoryWriter, file, read_trajectories, scan_file, write_trajectories
+from rollout.types import AbortReason, Attempt, FinishReason, KVSpan, Resume, Trajectory, Version, VersionRun
+from tests.store.rows import FULL, trajectories, trajectory
 
 COLUMNS = [
     *("group_id", "sample_index", "trajectory_id", "seed", "prompt_ids", "output_ids", "logprobs", "versions"),
     *("finish_reason", "suspensions", "workers", "error", "resumes", "submitted_at", "finished_at", "metadata"),
-    *("abort_reason", "attempts", "kv_spans"),
+    *("abort_reason", "attempts", "kv_spans", "reward"),
 ]
-
-INT32 = st.integers(0, 2**31 - 1)
-WORKERS = st.text(max_size=5).map(WorkerId)
-TIMES = st.floats(0, 4e9)
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
-    max_leaves=6,
-)
-
-
-@st.composite
-def trajectories(draw: st.DrawFn) -> Trajectory:
-    tokens = draw(st.integers(0, 12))
-    version = st.none() | st.integers(-(2**63), 2**63 - 1).map(Version)
-    versions = draw(st.lists(version, min_size=tokens, max_size=tokens))
-    logprobs = st.floats(max_value=0.0, allow_nan=False, width=32)
-    attempt = st.builds(
-        Attempt,
-        seed=st.integers(0, 2**64 - 1),
-        output_ids=st.lists(INT32, max_size=3).map(tuple),
-        logprobs=st.lists(logprobs, max_size=3).map(tuple),
-        versions=st.lists(version, max_size=3).map(version_runs),
-        reason=st.none() | st.sampled_from(AbortReason),
-        error=st.none() | st.text(),
-    )
-    resume = st.builds(
-        Resume,
-        worker=WORKERS,
-        cached_tokens=INT32,
-        loaded_tokens=INT32,
-        restored_tokens=INT32,
-        recomputed_tokens=INT32,
-    )
-    run = st.tuples(INT32, INT32, st.integers(-(2**63), 2**63 - 1).map(Version))
-    span = st.builds(KVSpan, first=INT32, stop=INT32, kv=st.lists(run, max_size=2).map(tuple))
-    return Trajectory(
-        trajectory_id=TrajectoryId(draw(st.text())),
-        group_id=GroupId(draw(st.text())),
-        sample_index=draw(INT32),
-        seed=draw(st.integers(0, 2**64 - 1)),
-        prompt_ids=tuple(draw(st.lists(INT32, max_size=5))),
-        output_ids=tuple(draw(st.lists(INT32, min_size=tokens, max_size=tokens))),
-        logprobs=tuple(draw(st.lists(logprobs, min_size=tokens, max_size=tokens))),
-        versions=version_runs(versions),
-        finish_reason=draw(st.none() | st.sampled_from(FinishReason)),
-        error=draw(st.none() | st.text()),
-        suspensions=draw(INT32),
-        workers=tuple(draw(st.lists(WORKERS, max_size=3))),
-        resumes=tuple(draw(st.lists(resume, max_size=3))),
-        submitted_at=draw(TIMES),
-        finished_at=draw(st.none() | TIMES),
-        metadata=draw(st.dictionaries(st.text(), JSON, max_size=3)),
-        abort_reason=draw(st.none() | st.sampled_from(AbortReason)),
-        attempts=tuple(draw(st.lists(attempt, max_size=2))),
-        kv_spans=tuple(draw(st.lists(span, max_size=2))),
-    )
-
-
-def trajectory(index: int = 0, *, tokens: int = 3, **changes: Any) -> Trajectory:
-    values: dict[str, Any] = {
-        "trajectory_id": TrajectoryId(f"g/{index}"),
-        "group_id": GroupId("g"),
-        "sample_index": index,
-        "seed": 2**64 - 1 - index,
-        "prompt_ids": (1, 2),
-        "output_ids": tuple(range(tokens)),
-        "logprobs": (-0.5,) * tokens,
-        "versions": (VersionRun(version=Version(0), tokens=tokens),) if tokens else (),
-        "finish_reason": FinishReason.LENGTH,
-    }
-    return Trajectory(**values | changes)
 
 
 def bits(rows: list[Trajectory]) -> list[list[bytes]]:
@@ -148,7 +64,7 @@ def test_the_file_has_the_documented_columns_and_says_its_version(tmp_path: Path
     assert schema.field("versions").type == pa.list_(pa.struct({"version": pa.int64(), "tokens": pa.int32()}))
     assert schema.field("finish_reason").type == pa.string()
     assert [field.name for field in schema if field.nullable] == [
-        *("finish_reason", "error", "finished_at", "abort_reason")
+        *("finish_reason", "error", "finished_at", "abort_reason", "reward")
     ]
 
 
@@ -170,7 +86,7 @@ def test_what_was_appended_keeps_its_place_in_the_loss_mask(tmp_path: Path) -> N
 def test_a_file_without_the_columns_that_were_added_later_is_read(tmp_path: Path) -> None:
     write_trajectories(tmp_path / "t.parquet", [trajectory(abort_reason=AbortReason.TAIL)])
     table = pq.read_table(tmp_path / "t.parquet")
-    pq.write_table(table.drop_columns(["abort_reason", "attempts", "kv_spans"]), tmp_path / "old.parquet")
+    pq.write_table(table.drop_columns(["abort_reason", "attempts", "kv_spans", "reward"]), tmp_path / "old.parquet")
     assert read_trajectories(tmp_path / "old.parquet") == [trajectory()]
 
 
@@ -195,7 +111,7 @@ def test_metadata_that_json_cannot_say_becomes_text_and_strange_text_escapes(tmp
 def test_rows_are_gathered_into_row_groups_and_keep_their_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store, "_ROW_GROUP_ROWS", 4)
+    monkeypatch.setattr(file, "_ROW_GROUP_ROWS", 4)
     rows = [trajectory(index) for index in range(10)]
     with TrajectoryWriter(tmp_path / "t.parquet") as writer:
         for row in rows:
@@ -207,13 +123,13 @@ def test_rows_are_gathered_into_row_groups_and_keep_their_order(
 
 
 def test_long_rows_make_a_row_group_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "_ROW_GROUP_TOKENS", 20)
+    monkeypatch.setattr(file, "_ROW_GROUP_TOKENS", 20)
     write_trajectories(tmp_path / "t.parquet", [trajectory(index, tokens=8) for index in range(5)])
     assert pq.ParquetFile(tmp_path / "t.parquet").metadata.num_row_groups == 3
 
 
 def test_nothing_is_seen_before_close(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "_ROW_GROUP_ROWS", 1)
+    monkeypatch.setattr(file, "_ROW_GROUP_ROWS", 1)
     path = tmp_path / "t.parquet"
     write_trajectories(path, [trajectory(7)])
     writer = TrajectoryWriter(path)
@@ -285,7 +201,7 @@ def test_a_killed_writer_leaves_the_old_file(tmp_path: Path) -> None:
         "import os, signal, sys\n"
         "from pathlib import Path\n"
         "from rollout import store\n"
-        "store._ROW_GROUP_ROWS = 1\n"
+        "store.file._ROW_GROUP_ROWS = 1\n"
         "rows = store.read_trajectories(Path(sys.argv[1]))\n"
         "writer = store.TrajectoryWriter(Path(sys.argv[1]))\n"
         "writer.write(rows * 3)\n"
@@ -313,7 +229,66 @@ def test_files_that_are_not_ours_are_refused(tmp_path: Path) -> None:
     pq.write_table(pa.table({"a": [1]}), tmp_path / "other.parquet")
     with pytest.raises(ConfigError, match="schema version: got none, allowed: 1"):
         read_trajectories(tmp_path / "other.parquet")
-    newer = store.SCHEMA.with_metadata({b"rollout.schema_version": b"2"})
+    newer = SCHEMA.with_metadata({b"rollout.schema_version": b"2"})
     pq.write_table(newer.empty_table(), tmp_path / "newer.parquet")
     with pytest.raises(ConfigError, match="schema version: got 2, allowed: 1"):
         read_trajectories(tmp_path / "newer.parquet")
+
+
+def test_rewards_are_written_where_there_are_any(tmp_path: Path) -> None:
+    rows = [trajectory(index) for index in range(4)]
+    with TrajectoryWriter(tmp_path / "t.parquet") as writer:
+        writer.write(rows[:1])
+        writer.write(rows[1:], [0.1, None, -(2.0**-1074)])
+    read = list(scan_file(tmp_path / "t.parquet"))
+    assert [stored.trajectory for stored in read] == rows
+    assert [stored.reward for stored in read] == [None, 0.1, None, -(2.0**-1074)]
+    assert {stored.version for stored in read} == {None}
+
+
+@pytest.mark.parametrize(
+    ("rewards", "message"),
+    [
+        ([1.0], "rewards: got 1, allowed: one for each of 2 trajectories"),
+        ([1.0] * 3, "rewards: got 3, allowed: one for each of 2 trajectories"),
+        ([1.0, "2"], r"rewards: item 1: got str \('2'\), allowed: a number or None"),
+    ],
+)
+def test_rewards_that_do_not_fit_write_nothing(tmp_path: Path, rewards: list[Any], message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        write_trajectories(tmp_path / "t.parquet", [trajectory(0), trajectory(1)], rewards)
+    assert os.listdir(tmp_path) == []
+
+
+def test_every_field_of_a_result_has_its_column() -> None:
+    def inner(column: str) -> set[str]:
+        return {field.name for field in SCHEMA.field(column).type.value_type.fields}
+
+    def fields(kind: type) -> set[str]:
+        return {field.name for field in dataclasses.fields(kind)}
+
+    assert fields(Trajectory) | {"reward"} == set(SCHEMA.names)
+    assert fields(VersionRun) == inner("versions")
+    assert fields(Resume) == inner("resumes")
+    assert fields(Attempt) == inner("attempts")
+    assert fields(KVSpan) == inner("kv_spans")
+
+
+def test_every_field_of_a_result_is_read_again(tmp_path: Path) -> None:
+    write_trajectories(tmp_path / "t.parquet", [FULL])
+    (read,) = read_trajectories(tmp_path / "t.parquet")
+    silent = trajectory(trajectory_id="", group_id="", sample_index=1, seed=0, prompt_ids=(), tokens=0)
+    for field in dataclasses.fields(Trajectory):
+        value = getattr(FULL, field.name)
+        assert value != getattr(silent, field.name), f"{field.name} of FULL says nothing"
+        assert getattr(read, field.name) == value, field.name
+
+
+def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "t.parquet"
+    write_trajectories(path, [trajectory()])
+    content = bytearray(path.read_bytes())
+    content[4:200] = bytes(196)
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"t\.parquet: cannot read trajectories: \w"):
+        read_trajectories(path)
