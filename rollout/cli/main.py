@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from rollout.cli import bench, check, model, run
+from rollout.cli import bench, check, model, run, show
 from rollout.cli.interrupt import EXIT_CODE
 from rollout.errors import ConfigError, RolloutError
 
@@ -49,6 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     model.add_parser(commands)
     bench.add_parser(commands)
     check.add_parser(commands)
+    show.add_parser(commands)
     return parser
 
 

@@ -130,7 +130,8 @@ def scan_file(path: Path, version: Version | None = None) -> Iterator[Stored]:
     try:
         file = pq.ParquetFile(path)
     except OSError as error:
-        raise ConfigError(f"{path}: cannot read trajectories: {error.strerror or error}") from None
+        reason = error if error.errno is None else os.strerror(error.errno)
+        raise ConfigError(f"{path}: cannot read trajectories: {reason}") from None
     except pa.ArrowInvalid as error:
         raise ConfigError(f"{path}: not a Parquet file: {error}") from None
     with file:
