@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from rollout.cli import bench, check, model, run, show
+from rollout.cli import bench, check, model, run, show, submit
 from rollout.cli.interrupt import EXIT_CODE
 from rollout.errors import ConfigError, RolloutError
 
@@ -50,6 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_parser(commands)
     check.add_parser(commands)
     show.add_parser(commands)
+    submit.add_parser(commands)
     return parser
 
 
