@@ -228,19 +228,21 @@ def test_foreign_text_is_printed_and_not_obeyed(
     assert out.count("\n") == 8, "a header, versions, a resume, an error, two lines of prompt and of output"
 
 
-def test_a_reader_that_leaves_is_no_error(directory: Path) -> None:
-    for option in ([], ["--json"]):
-        reading, writing = os.pipe()
-        os.close(reading)
-        done = subprocess.run(
-            [sys.executable, "-m", "rollout", "show", str(directory), *option],
-            stdout=writing,
-            stderr=subprocess.PIPE,
-            text=True,
-            check=False,
-        )
-        os.close(writing)
-        assert (done.returncode, done.stderr) == (0, "")
+@pytest.mark.parametrize("options", [[], ["--json"]])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_leaves_is_no_error(options: Sequence[str], unbuffered: str, directory: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [sys.executable, "-m", "rollout", "show", str(directory), *options],
+        env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_an_output_without_unicode_gets_escapes(directory: Path) -> None:

@@ -213,11 +213,17 @@ def test_a_writer_that_was_taken_for_dead_before_it_had_its_lock_begins_anew(
 ) -> None:
     def too_late(descriptor: int, operation: int) -> None:
         monkeypatch.undo()
-        for path in tmp_path.glob(".part-*"):
-            path.unlink()
+        (path,) = tmp_path.glob(".part-*")
+        path.unlink()
+        monkeypatch.setattr(dataset, "sync", meanwhile)
+
+    def meanwhile(path: Path) -> None:
+        monkeypatch.undo()
+        TrajectoryStore(tmp_path).append([trajectory(0)], version=0)
 
     store = TrajectoryStore(tmp_path)
+    store.append([], version=0)
     monkeypatch.setattr(dataset.fcntl, "flock", too_late)
-    store.append([trajectory(0)], version=0)
-    assert store.read() == [stored(0, 0)]
+    store.append([trajectory(1)], version=1)
+    assert store.read() == [stored(0, 0), stored(1, 1)], "the name that it took then is locked"
     assert hidden(tmp_path) == []
