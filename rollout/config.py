@@ -472,7 +472,12 @@ def load_config(source: Path | str | Mapping[str, Any], overrides: Iterable[str]
     """
     if isinstance(source, Mapping):
         return load_section(Config, source, overrides, where="config")
-    return load_section(Config, _read_yaml(Path(source)), overrides, where=str(source))
+    return load_file(Config, Path(source), overrides)
+
+
+def load_file(kind: type[S], path: Path, overrides: Iterable[str] = ()) -> S:
+    """As `load_config`, of a section of a driver's own, which may hold a `Config`."""
+    return load_section(kind, _read_yaml(path), overrides, where=str(path))
 
 
 def load_section(kind: type[S], raw: Mapping[str, Any], overrides: Iterable[str], *, where: str) -> S:

@@ -16,6 +16,7 @@ from typing import Any, Final, Literal, Self, TypeVar
 
 from rollout.client.handouts import Handouts
 from rollout.client.intake import Intake
+from rollout.client.state import from_state, to_state
 from rollout.cluster import launch
 from rollout.cluster.calls import call
 from rollout.cluster.description import ServiceDescription
@@ -451,6 +452,29 @@ class AsyncRollout:
         await self._call(
             self._controller.reclaim_memory, *(_memory(what), workers, timeout_s), timeout_s=timeout_s + CALL_S
         )
+
+    async def state_dict(self) -> dict[str, Any]:
+        """Everything that was not handed out, as plain values for a driver's checkpoint: tokens, log-probabilities,
+        versions, and what was asked for. KV is not in it, nor are weights.
+
+        Trajectories go on meanwhile. What this client got is not in it; what a call of another client or thread is
+        about to get, or did not confirm by a later call, is.
+        """
+        saved = await self._call(self._controller.saved, *self._handouts.last_words())
+        return to_state(saved, next_key=self._intake.next_key)
+
+    async def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with what `state_dict` of another service told: what was held is held, all else is queued, and computes
+        its KV again. Load the weights first (`update_weights`), under the version that they had.
+
+        Ages of trajectories, which deadlines count, do not count the time between. Raises `InvalidArgumentError` for
+        what is no such state, `InvalidPromptError` for tokens that this model does not have, or `DuplicateKeyError` if
+        a group of that key is here; nothing of it is taken then.
+        """
+        saved, next_key = from_state(state)
+        self._intake.check_saved(saved)
+        await self._call(self._controller.restore, saved)
+        self._intake.next_key = max(self._intake.next_key, next_key)
 
     async def add_workers(self, count: int = 1) -> tuple[WorkerId, ...]:
         """Start more workers like the others; returns their names once they have loaded the model.

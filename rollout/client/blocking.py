@@ -190,6 +190,14 @@ class Rollout:
         """As `AsyncRollout.reclaim_memory`."""
         self._run(self.aio.reclaim_memory(what, workers=workers, timeout_s=timeout_s))
 
+    def state_dict(self) -> dict[str, Any]:
+        """As `AsyncRollout.state_dict`."""
+        return self._run(self.aio.state_dict())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """As `AsyncRollout.load_state_dict`."""
+        self._run(self.aio.load_state_dict(state))
+
     def add_workers(self, count: int = 1) -> tuple[WorkerId, ...]:
         """As `AsyncRollout.add_workers`."""
         return self._run(self.aio.add_workers(count))

@@ -3,12 +3,12 @@
 A bad prompt raises where it was passed and reaches nobody else.
 """
 
-import itertools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rollout.cluster.description import ServiceDescription
+from rollout.control.saved import Saved
 from rollout.control.submission import Submission
 from rollout.errors import InvalidArgumentError, InvalidPromptError, InvalidSamplingError, PromptTooLongError
 from rollout.text import Prompt, Tokenizer
@@ -26,7 +26,9 @@ class Intake:
         self._max_context = description.max_context
         self._vocab_size = description.vocab_size
         self._tokenizer = tokenizer
-        self._keys = (f"auto-{key_prefix}{number}" for number in itertools.count())
+        self._key_prefix = key_prefix
+        self.next_key = 0
+        """The number of the next submission without a key."""
         self.sampling = description.config.sampling.resolve(description.generation_defaults)
         """Of a submission without parameters of its own."""
 
@@ -83,8 +85,19 @@ class Intake:
                 min_version=Version(min_version) if min_version is not None else None,
                 exact_version=Version(exact_version) if exact_version is not None else None,
             )
-            for prompt, name in zip(several, keys or itertools.islice(self._keys, len(several)), strict=True)
+            for prompt, name in zip(several, keys or self._new_keys(len(several)), strict=True)
         ]
+
+    def _new_keys(self, count: int) -> list[str]:
+        first, self.next_key = self.next_key, self.next_key + count
+        return [f"auto-{self._key_prefix}{number}" for number in range(first, self.next_key)]
+
+    def check_saved(self, saved: Saved) -> None:
+        """Raises `InvalidPromptError` for tokens that the model does not have."""
+        for group in saved.groups:
+            self._checked_ids(group.submission.group_id, group.submission.prompt_ids)
+            for member in group.members:
+                self._checked_ids(member.trajectory.trajectory_id, member.trajectory.output_ids)
 
     def appended_ids(
         self, what: str | Sequence[Mapping[str, Any]] | Sequence[int], *, to: Trajectory | None

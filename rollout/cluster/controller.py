@@ -29,6 +29,7 @@ from rollout.control.collection import Collection
 from rollout.control.commands import Command
 from rollout.control.controller import Controller
 from rollout.control.messages import Event, PoolRoom, Spilled, Tick
+from rollout.control.saved import Saved
 from rollout.control.submission import Submission
 from rollout.errors import InvalidArgumentError, ServiceBusyError, StalledError
 from rollout.metrics import KVCheck, ServiceStats
@@ -151,6 +152,15 @@ class ControllerActor:
                 f"more were submitted; allowed: {most} (driver.max_outstanding)"
             )
         self._carry_out(self._core.submit(submissions, time.time()))
+
+    async def saved(self, arrived: Sequence[str], abandoned: Sequence[str]) -> Saved:
+        """Everything that is not known to have arrived at a driver, with its tokens so far."""
+        self._core.settle_calls(arrived=arrived, abandoned=abandoned)
+        return self._core.saved(time.time())
+
+    async def restore(self, saved: Saved) -> None:
+        """Go on with what another service knew. Raises `DuplicateKeyError`."""
+        self._carry_out(self._core.restore(saved, time.time()))
 
     async def settle(self, arrived: Sequence[str], abandoned: Sequence[str]) -> None:
         """What became of calls that groups were handed out to; the last words of a client."""

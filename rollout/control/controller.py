@@ -28,6 +28,7 @@ from rollout.control.messages import Event
 from rollout.control.records import Batch, Record
 from rollout.control.reports import Reports
 from rollout.control.roster import Roster
+from rollout.control.saved import Saved
 from rollout.control.stops import Stops
 from rollout.control.submission import Submission
 from rollout.control.suspension import Suspensions
@@ -109,6 +110,33 @@ class Controller:
     def new_trajectories(self, submissions: Sequence[Submission]) -> int:
         """How many `submit` would add. Raises `DuplicateKeyError`."""
         return sum(len(submission.seeds) for submission in self._groups.check(submissions))
+
+    def saved(self, now: float) -> Saved:
+        """Everything that is not known to have arrived at a driver, with its tokens so far."""
+        return self._groups.saved(now)
+
+    def restore(self, saved: Saved, now: float) -> list[Command]:
+        """Go on with what another controller knew: what was held is held, all else waits for a worker.
+
+        Raises `DuplicateKeyError` if a group of that name is here, and nothing changes.
+        """
+        self._groups.check_saved(saved)
+        commands: list[Command] = []
+        before, live = self.accounts().submitted, self.weights.version
+        groups = self._groups.restore(saved, now)
+        self._roster.tally["trajectories"] += self.accounts().submitted - before
+        restored = [record for group in groups for record in group.members]
+        for record, was in zip(restored, (each for group in saved.groups for each in group.members), strict=True):
+            if was.then is not None:
+                if AbortReason.DEADLINE not in record.fired:
+                    self._roster.policies.submitted(record)
+                commands += self._suspensions.take_up(record, was.then, now)
+            if not record.over:
+                commands += self._updates.constrain(record, live, now)
+        if live != saved.version:  # otherwise what is too old was stopped, and resumed perhaps
+            for record in self._roster.policies.stale(restored, live):
+                commands += self._stops.fire(record, AbortReason.STALE, now)
+        return commands + self._settled(now)
 
     def take(self, count: int, call: str) -> list[Delivery]:
         """Up to `count` finished groups, in the order they finished, handed out to `call`."""

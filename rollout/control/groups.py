@@ -10,6 +10,14 @@ from collections.abc import Iterable, Sequence
 from rollout.control.lifecycle import ON_WORKER
 from rollout.control.pooled import Pooled
 from rollout.control.records import Batch, Group, Record
+from rollout.control.saved import (
+    Saved,
+    SavedGroup,
+    restored_batch,
+    restored_member,
+    saved_batch,
+    saved_member,
+)
 from rollout.control.submission import Submission
 from rollout.control.versions import Versions
 from rollout.errors import DuplicateKeyError, UnsatisfiableVersionError
@@ -254,6 +262,89 @@ class Groups:
             dropped={reason: count for reason, count in self._dropped.items() if count},
         )
 
+    # Outliving the service ----------------------------------------------------------------------------
+
+    def saved(self, now: float) -> Saved:
+        """Everything that is not known to have arrived at a driver."""
+        handed = [delivery for handed in self._handed.values() for delivery in handed]
+        undelivered = [*self._returned, *handed]
+        # Of a group that goes on, what was handed out early is still with the group.
+        early = [delivery for delivery in undelivered if self._goes_on(delivery)]
+        missed = {one.trajectory_id for delivery in early for one in delivery.trajectories}
+        batches = list({id(group.batch): group.batch for group in self._groups.values()}.values())
+        numbers = {id(batch): number for number, batch in enumerate(batches)}
+        return Saved(
+            version=self._versions.live.version,
+            batches=tuple(saved_batch(batch) for batch in batches),
+            groups=tuple(
+                SavedGroup(
+                    submission=group.submission,
+                    batch=numbers[id(group.batch)],
+                    age_s=now - group.submitted_at,
+                    members=tuple(saved_member(record) for record in group.members),
+                    handed=tuple(sorted(group.handed - missed)),
+                    error=group.error,
+                )
+                for group in self._groups.values()
+            ),
+            deliveries=tuple(delivery for delivery in undelivered if not self._goes_on(delivery)),
+        )
+
+    def _goes_on(self, delivery: Delivery) -> bool:
+        """Whether it is of a group that is here, and not of an earlier one of that key."""
+        group = self._groups.get(delivery.group_id)
+        if group is None or delivery.complete:
+            return False
+        return all(one.submitted_at == group.submitted_at for one in delivery.trajectories)
+
+    def check_saved(self, saved: Saved) -> None:
+        """Raises `DuplicateKeyError` if one has the id of a group that is here, or is to be handed out again."""
+        returned = {delivery.group_id for delivery in self._returned}
+        here = [group.submission.group_id for group in saved.groups if group.submission.group_id in self._groups]
+        here += [delivery.group_id for delivery in saved.deliveries if delivery.group_id in returned]
+        if here:
+            raise DuplicateKeyError(f"key {here[0]!r} is in use by a group that is here already")
+
+    def restore(self, saved: Saved, now: float) -> list[Group]:
+        """Take up what `saved` holds; its members that are not over are in no queue yet."""
+        batches = [restored_batch(batch) for batch in saved.batches]
+        restored: list[Group] = []
+        for each in saved.groups:
+            batch = batches[each.batch]
+            group = Group(submission=each.submission, batch=batch, submitted_at=now - each.age_s, error=each.error)
+            group.handed.update(each.handed)
+            for member in each.members:
+                self._take_up(restored_member(member, group, order=self._submitted, epoch=self._epoch))
+            self._acknowledged += len(group.handed)
+            self._groups[group.group_id] = group
+            if not group.over and any(record.workers for record in group.members):
+                self.begin(group)
+            restored.append(group)
+        ready = [group for group in restored if group.over or (group.submission.partial and self._has_new(group))]
+        self._complete.extend(group.group_id for group in sorted(ready, key=_ready_since))
+        for delivery in saved.deliveries:
+            self._submitted += len(delivery.trajectories) + len(delivery.dropped)
+            self._dropped.update(one.abort_reason for one in delivery.dropped if one.abort_reason is not None)
+            self._returned.append(delivery)
+        return restored
+
+    def _take_up(self, record: Record) -> None:
+        group = record.group
+        group.members.append(record)
+        self._records[record.trajectory_id] = record
+        self._submitted += 1
+        if not record.over:
+            group.batch.open[record.trajectory_id] = record
+        elif record.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+            group.lengths.add(record.sampled_tokens)
+        if record.phase is Phase.DROPPED and record.abort_reason is not None:
+            self._dropped[record.abort_reason] += 1
+
+    @staticmethod
+    def _has_new(group: Group) -> bool:
+        over = (member for member in group.members if member.over and member.phase is not Phase.DROPPED)
+        return any(member.trajectory_id not in group.handed for member in over)
+
     def _deliver(self, group_id: GroupId) -> Delivery:
         """What of a group is over and was not handed out."""
         group = self._groups[group_id]
@@ -301,6 +392,13 @@ def _collectable(group: Group | None) -> bool:
 
 def _is_collected(delivery: Delivery) -> bool:
     return delivery.complete and delivery.priority is Priority.TRAIN
+
+
+def _ready_since(group: Group) -> float:
+    """When there was something of it to hand out."""
+    new = [member for member in group.members if member.over and member.trajectory_id not in group.handed]
+    times = [member.finished_at for member in new if member.finished_at is not None]
+    return (min if group.submission.partial else max)(times, default=0.0)
 
 
 def _discarded(record: Record) -> bool:

@@ -1,6 +1,7 @@
 """How long trajectories became that are finished: what is too long, and what the others may be expected to become."""
 
 import bisect
+from collections.abc import Iterable, Iterator
 from itertools import accumulate
 
 
@@ -9,13 +10,16 @@ class Lengths:
 
     __slots__ = ("_longest_first_sums", "_sorted")
 
-    def __init__(self) -> None:
-        self._sorted: list[int] = []
+    def __init__(self, tokens: Iterable[int] = ()) -> None:
+        self._sorted = sorted(tokens)
         self._longest_first_sums: list[int] | None = None
         """Of the longest one, the longest two, …; made when it is asked for."""
 
     def __len__(self) -> int:
         return len(self._sorted)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._sorted)
 
     def add(self, tokens: int) -> None:
         bisect.insort(self._sorted, tokens)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 from rollout.types import KVRun, KVSpan, Version
 
@@ -18,6 +19,12 @@ class Spans:
     _known: tuple[tuple[int, Version], ...] | None = None
     """At the last admission, as far as it was not computed then; None once a token was sampled since."""
     _known_tokens: int = 0
+
+    @classmethod
+    def told(cls, spans: Sequence[KVSpan]) -> Self:
+        """Such that `of` tells these; KV that they tell of is gone."""
+        starts = [tuple((start, version) for start, _, version in span.kv) for span in spans]
+        return cls([(span.first, span.stop, each) for span, each in zip(spans, starts, strict=True)])
 
     def admitted(self, written: Sequence[KVRun]) -> None:
         """It has KV of these runs; what else it needs is computed by whatever samples next."""

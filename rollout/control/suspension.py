@@ -111,6 +111,13 @@ class Suspensions:
             case Then.DROP:
                 return commands + self._roster.drop(record, intent.reason, now)
 
+    def take_up(self, record: Record, then: Then, now: float) -> list[Command]:
+        """A trajectory of another service, of which tokens are left, does what was to come then."""
+        if then is Then.REQUEUE:
+            return self._roster.enqueue(record, now)
+        record.intent = Intent(keep=Keep.NONE, then=then, reason=record.abort_reason or AbortReason.DRIVER)
+        return self.settle(record, now)
+
     def begin_again(self, record: Record, reason: AbortReason) -> list[Command]:
         """A suspended trajectory has nothing but its prompt again, and an attempt that ended for `reason`."""
         record.begin_again(reason=reason)

@@ -59,10 +59,10 @@ class Updates:
                 continue
             record.came_from = None  # what it finds there says nothing of evictions
             commands += self._suspensions.outdated(record)
-            commands += self._constrain(record, before, now)
+            commands += self.constrain(record, before, now)
         return commands + self.announce(weights.version, now)
 
-    def _constrain(self, record: Record, before: Version, now: float) -> list[Command]:
+    def constrain(self, record: Record, before: Version, now: float) -> list[Command]:
         """What may not be sampled with the live weights waits for others, or is over if these will not come. What is
         being stopped for something else does what was said then, if that keeps it from being sampled."""
         submission, live = record.group.submission, self._roster.versions.live.version
