@@ -10,7 +10,6 @@ Directories and larger files that are named are not uploaded: their paths become
 nodes. Paths of outputs (`--out`, `--json`, `out`) become absolute, too, since Ray deletes a job's working directory.
 """
 
-import ast
 import os
 import shlex
 import zipfile
@@ -23,6 +22,7 @@ from typing import Any
 import yaml
 from rich import filesize
 
+from rollout.cli.submit_script import Script
 from rollout.config import RunConfig
 from rollout.errors import ConfigError
 
@@ -97,6 +97,8 @@ class _Stage:
     def __init__(self, here: Path) -> None:
         self._here = here
         self._files: dict[str, Path | bytes] = {}
+        self._constants: dict[str, Path] = {}
+        """Of all scripts: who imports one of these calls it the same."""
         self.read_in_place: dict[str, None] = {}
         self.outputs: dict[str, None] = {}
 
@@ -217,21 +219,14 @@ class _Stage:
         if place in self._files:
             return
         self._files[place] = source
-        try:
-            tree = ast.parse(source.read_bytes(), filename=str(source))
-        except (SyntaxError, ValueError) as error:
-            raise ConfigError(f"{source}: not valid Python: {error}") from None
-        for node in ast.walk(tree):
-            match node:
-                case ast.Import(names=names):
-                    for alias in names:
-                        self._add_module(alias.name, root)
-                case ast.ImportFrom(module=str(module), level=0):
-                    self._add_module(module, root)
-                case ast.Constant(value=str(text)) if "." in text and text[0] != "/" and "\0" not in text:
-                    self._add_file(self._here / text)
-                case ast.BinOp() if (path := _beside_file(node, source)) is not None:
-                    self._add_file(path)
+        script = Script(source)
+        for name in sorted(script.modules()):
+            self._add_module(name, root)
+        self._constants = script.constants(self._constants)
+        for file in script.files(self._here, self._constants):
+            inside = self.place(file)
+            if inside is not None and _is_small(file):
+                self._add(file, inside)
 
     def _add_module(self, name: str, root: Path) -> None:
         top = name.partition(".")[0]
@@ -246,11 +241,6 @@ class _Stage:
     def _beside(self, path: Path, root: Path) -> str:
         return self.place(path) or path.relative_to(root).as_posix()
 
-    def _add_file(self, source: Path) -> None:
-        place = self.place(source)
-        if place is not None and _is_small(source):
-            self._add(source, place)
-
     def add_tree(self, directory: Path, place: str, *, root: Path | None = None) -> None:
         """All of a package but hidden files and byte code; with a `root`, what it imports from there, too."""
         for source in sorted(directory.rglob("*")):
@@ -261,23 +251,6 @@ class _Stage:
                 self.add_script(source, f"{place}/{inner.as_posix()}", root=root)
             else:
                 self._files.setdefault(f"{place}/{inner.as_posix()}", source)
-
-
-def _beside_file(node: ast.expr, source: Path) -> Path | None:
-    """What `Path(__file__).parent / "name"` and the like mean in the script `source`; None for any other expression."""
-    match node:
-        case ast.Call(func=ast.Name(id="Path"), args=[ast.Name(id="__file__")]):
-            return source
-        case ast.Call(func=ast.Attribute(value=inner, attr="resolve" | "absolute"), args=[]):
-            return _beside_file(inner, source)
-        case ast.Attribute(value=inner, attr="parent"):
-            path = _beside_file(inner, source)
-            return None if path is None else path.parent
-        case ast.BinOp(left=left, op=ast.Div(), right=ast.Constant(value=str(name))):
-            path = _beside_file(left, source)
-            return None if path is None else path / name
-        case _:
-            return None
 
 
 def _exists(path: Path) -> bool:

@@ -55,11 +55,13 @@ def test_a_script_brings_the_modules_it_imports_from_its_directory_and_no_other_
 
 
 def test_files_that_a_script_names_come_along(here: Path) -> None:
-    write("examples/train.py", 'A = Path(__file__).resolve().parent.parent / "configs" / "a.yaml"\nB = "data/b.txt"\n')
+    write("examples/train.py", 'from side import CONFIGS\nload(CONFIGS / "a.yaml")\nB = "data/b.txt"\n')
+    write("examples/side.py", 'CONFIGS = Path(__file__).resolve().parent.parent / "configs"\n')
     write("configs/a.yaml", "rollout: {model: {path: models/tiny}}")
+    write("configs/unused.yaml", "{}")
     write("data/b.txt", "b")
     package = packed("examples/train.py")
-    assert sorted(package.files) == ["configs/a.yaml", "data/b.txt", "examples/train.py"]
+    assert sorted(package.files) == ["configs/a.yaml", "data/b.txt", "examples/side.py", "examples/train.py"]
     assert yaml.safe_load(package.files["configs/a.yaml"]) == {
         "rollout": {"model": {"path": str(here / "models/tiny")}}
     }
