@@ -14,7 +14,7 @@ import math
 import re
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from pydantic import Field
 from rich.progress import Progress
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.utils.logging import disable_progress_bar
 
 import rollout
 from rollout.config import Config, Section, load_file
@@ -34,7 +35,7 @@ from rollout.training.charts import rollout_metrics
 from rollout.training.corrections import clipped_objective, decoupled, mismatch, stale_mask
 from rollout.training.recorder import Recorder
 
-CONFIG = Path(__file__).parent.parent / "configs" / "grpo_cpu.yaml"
+CONFIGS = Path(__file__).parent.parent / "configs"
 NUMBER = re.compile(r"-?\d+")
 
 
@@ -103,6 +104,7 @@ class Trainer:
 
     def __init__(self, settings: Settings) -> None:
         path = settings.rollout.model.path
+        disable_progress_bar()  # of loading
         self._settings = settings
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=settings.learning_rate, weight_decay=0.0)
@@ -121,16 +123,25 @@ class Trainer:
         return rest_BSH[:, :-1][batch.mask_BS[:, shared + 1 :]]
 
     def logprobs(self, model: Any, batch: Batch) -> Tensor:
-        """[B, S] of the sampled tokens, 0 elsewhere; the vocabulary is computed for these only."""
-        with torch.autocast("cpu", torch.bfloat16) if self._settings.autocast else nullcontext():
+        """[B, S]; of what is not sampled, nothing is computed over the vocabulary."""
+        with self.precision():
             logits_NV = model.get_output_embeddings()(self.hidden(model, batch))
+        return self.chosen(logits_NV, batch)
+
+    def precision(self) -> AbstractContextManager[Any]:
+        return torch.autocast("cpu", torch.bfloat16) if self._settings.autocast else nullcontext()
+
+    def chosen(self, logits_NV: Tensor, batch: Batch) -> Tensor:
+        """[B, S]: log-probabilities of the sampled tokens, at the temperature of sampling; 0 elsewhere."""
         all_NV = torch.log_softmax(logits_NV.float() / self._settings.rollout.sampling.temperature, dim=-1)
         chosen_N = all_NV.gather(-1, batch.ids_BS[batch.mask_BS][:, None]).squeeze(-1)
         return torch.zeros(batch.mask_BS.shape).masked_scatter(batch.mask_BS, chosen_N)
 
-    def update(self, batch: Batch, advantages_B: Tensor, live: int) -> dict[str, float]:
-        """Take optimiser steps on trajectories that were collected under version `live`; returns what to chart."""
+    def update(self, batch: Batch, rewards: Sequence[Sequence[float]], live: int) -> dict[str, float]:
+        """Take optimiser steps on trajectories that were collected under version `live`, with the rewards of each group
+        in turn; returns what to chart."""
         settings = self._settings
+        advantages_B = torch.cat([group_advantages([group])[0] for group in rewards])
         proximal_BS = torch.zeros(batch.mask_BS.shape)  # of the model as it is before these steps
         if settings.minibatches > 1:
             with torch.no_grad():
@@ -139,18 +150,18 @@ class Trainer:
         fresh_BS = batch.mask_BS & stale_mask(batch.versions_BS, live=live, max_lag=settings.max_lag)
         losses, norms = [], []
         for minibatch, _ in batch.split(math.ceil(len(batch) / settings.minibatches)):
-            tokens = int(fresh_BS[minibatch].sum())
+            # The mean over tokens of a trajectory, and then over trajectories.
+            shares_BS = fresh_BS / fresh_BS.sum(dim=1, keepdim=True).clamp(min=1) / len(fresh_BS[minibatch])
             losses.append(0.0)
             for rows, part in batch.split(settings.rows, minibatch):
-                current_BS, mask_BS = self.logprobs(self.model, part), fresh_BS[rows, : part.width]
+                at = rows, slice(part.width)
+                current_BS = self.logprobs(self.model, part)
                 if settings.minibatches == 1:
-                    proximal_BS[rows, : part.width] = current_BS.detach()
-                loss = self._loss(part, mask_BS, current_BS, proximal_BS[rows, : part.width], advantages_B[rows])
-                (loss / max(1, tokens)).backward()
-                losses[-1] += loss.item() / max(1, tokens)
-            norms.append(float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), settings.max_grad_norm)))
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+                    proximal_BS[at] = current_BS.detach()
+                loss = (shares_BS[at] * self._loss(part, current_BS, proximal_BS[at], advantages_B[rows])).sum()
+                loss.backward()
+                losses[-1] += loss.item()
+            norms.append(self.step())
         found = mismatch(proximal_BS, batch.behaviour_BS, batch.mask_BS & (batch.versions_BS == live))
         return {
             "train/loss": sum(losses) / len(losses),
@@ -161,27 +172,28 @@ class Trainer:
             "mismatch/kl": found.kl,
         }
 
-    def _loss(
-        self, batch: Batch, mask_BS: Tensor, current_BS: Tensor, proximal_BS: Tensor, advantages_B: Tensor
-    ) -> Tensor:
-        """Summed over tokens. What is clipped is how far the model went since before this batch; how far it was from
-        those that sampled the tokens is made up for by truncated importance weights."""
-        settings = self._settings
+    def step(self) -> float:
+        """One of the optimiser; returns the norm of the gradient."""
+        parameters = [each for group in self.optimizer.param_groups for each in group["params"]]
+        norm = torch.nn.utils.clip_grad_norm_(parameters, self._settings.max_grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(norm)
+
+    def _loss(self, batch: Batch, current_BS: Tensor, proximal_BS: Tensor, advantages_B: Tensor) -> Tensor:
+        """[B, S]. What is clipped is how far the model went since before this batch; how far it was from those that
+        sampled the tokens is made up for by truncated importance weights."""
+        settings, mask_BS = self._settings, batch.mask_BS
         ratios = decoupled(current_BS, proximal_BS, batch.behaviour_BS, mask_BS, cap=settings.cap)
-        objective_BS = clipped_objective(
-            ratios.ratio_BT,
-            advantages_B[:, None].expand_as(current_BS),
-            mask_BS,
-            clip_low=settings.clip,
-            clip_high=settings.clip,
-        )
-        loss = -(ratios.weights_BT * objective_BS).sum()
+        advantages_BS = advantages_B[:, None].expand_as(current_BS)
+        clip = {"clip_low": settings.clip, "clip_high": settings.clip}
+        loss_BS = -ratios.weights_BT * clipped_objective(ratios.ratio_BT, advantages_BS, mask_BS, **clip)
         if self._first is not None:
             with torch.no_grad():
                 first_BS = self.logprobs(self._first, batch)
-            away_N = (first_BS - current_BS)[mask_BS]
-            loss = loss + settings.kl * (away_N.exp() - away_N - 1).sum()
-        return loss
+            away_BS = first_BS - current_BS
+            loss_BS = loss_BS + settings.kl * (away_BS.exp() - away_BS - 1)
+        return loss_BS
 
     def weights(self) -> dict[str, Tensor]:
         """Under the names of Hugging Face, as the service takes them."""
@@ -198,31 +210,41 @@ class Trainer:
 class Run:
     """A training run: what it consists of, and how far it is."""
 
-    def __init__(self, settings: Settings, service: rollout.Rollout, recorder: Recorder) -> None:
+    def __init__(self, settings: Settings, service: rollout.Rollout, trainer: Trainer) -> None:
         self.settings = settings
         self.service = service
-        self.recorder = recorder
+        self.trainer = trainer
         self.task = Task(settings)
-        self.trainer = Trainer(settings)
         self.store = TrajectoryStore(settings.out / "trajectories")
         self.under_way = 0
         """Groups that were submitted and not collected."""
+        self.seen = time.monotonic(), service.stats()
+        """When, and in what state, the service was looked at last."""
 
     def step(self, step: int) -> dict[str, float]:
         """One turn of the loop, under version `step`; version `step + 1` is live after it."""
-        settings, service = self.settings, self.service
-        began, before = time.monotonic(), service.stats()
-        over_sample = settings.over_sample if settings.partial else 0.0
-        groups = self.collect(over_sample)
-        collected = time.monotonic()
-        trajectories, advantages_B, rewards = self.scored(groups)
+        service, began = self.service, time.monotonic()
+        groups = self.collect()
+        collected, after = time.monotonic(), service.stats()
+        members = [self.usable(group) for group in groups]
+        trajectories = [one for group in members for one in group]
+        rewards = {one.trajectory_id: self.reward(one) for one in trajectories}
+        since, before = self.seen
         metrics = rollout_metrics(
-            groups, rewards=rewards, live=step, seconds=collected - began, before=before, after=service.stats()
+            groups,
+            rewards=rewards,
+            live=step,
+            seconds=collected - began,
+            before=before,
+            after=after,
+            between_s=collected - since,
         )
-        metrics |= self.trainer.update(Batch.of(trajectories), advantages_B, live=step)
+        self.seen = collected, after
+        by_group = [[rewards[one.trajectory_id] for one in group] for group in members if group]
+        metrics |= self.trainer.update(Batch.of(trajectories), by_group, live=step)
         trained = time.monotonic()
         service.update_weights(self.trainer.weights(), version=step + 1)
-        self.store.append(trajectories, version=step, rewards=[rewards[one.trajectory_id] for one in trajectories])
+        self.store.append(trajectories, version=step, rewards=list(rewards.values()))
         ended = time.monotonic()
         return metrics | {
             "perf/train_time": trained - collected,
@@ -230,31 +252,28 @@ class Run:
             "perf/step_time": ended - began,
         }
 
-    def collect(self, over_sample: float) -> Sequence[rollout.Delivery]:
-        """Groups for one step, while a share more are under way: what was left over goes first."""
+    def collect(self) -> Sequence[rollout.Delivery]:
+        """Groups for one step. With `partial` a share more are under way, and what was left over goes first."""
         settings = self.settings
-        wanted = math.ceil(settings.prompts * (1 + over_sample))
-        self.task.submit(self.service, max(0, wanted - self.under_way), settings.samples)
-        self.under_way = max(wanted, self.under_way)
+        over_sample = settings.over_sample if settings.partial else 0.0
+        self.submit(math.ceil(settings.prompts * (1 + over_sample)))
         groups = self.service.collect(settings.prompts, over_sample=over_sample).groups
         self.under_way -= len(groups)
         if len(groups) < settings.prompts:
             raise TimeoutError(f"collected {len(groups)} of {settings.prompts} groups in time")
         return groups
 
-    def scored(
-        self, groups: Sequence[rollout.Delivery]
-    ) -> tuple[list[rollout.Trajectory], Tensor, dict[rollout.TrajectoryId, float]]:
-        """All trajectories that can be trained on, their advantages over their groups, and their rewards."""
-        trajectories, advantages, rewards = [], [], {}
-        for group in groups:
-            members = [one for one in group.raise_for_failure().trajectories if one.error is None and one.output_ids]
-            for one in members:
-                rewards[one.trajectory_id] = self.task.reward(one, self.service.tokenizer.decode(one.output_ids))
-            if members:
-                trajectories += members
-                advantages.append(group_advantages(torch.tensor([[rewards[one.trajectory_id] for one in members]]))[0])
-        return trajectories, torch.cat(advantages), rewards
+    def submit(self, wanted: int) -> None:
+        """Have so many groups under way."""
+        self.task.submit(self.service, max(0, wanted - self.under_way), self.settings.samples)
+        self.under_way = max(wanted, self.under_way)
+
+    def usable(self, group: rollout.Delivery) -> list[rollout.Trajectory]:
+        """Those that can be trained on. Raises `GroupFailedError` if the group failed as a whole."""
+        return [one for one in group.raise_for_failure().trajectories if one.error is None and one.output_ids]
+
+    def reward(self, one: rollout.Trajectory) -> float:
+        return self.task.reward(one, self.service.tokenizer.decode(one.output_ids))
 
     def save(self, step: int) -> None:
         """Write the checkpoint of before `step`, whole or not at all."""
@@ -274,32 +293,33 @@ class Run:
         self.service.load_state_dict(state["rollout"])
 
 
-def train(settings: Settings, *, resume: bool) -> Path:
+def train(settings: Settings, *, resume: bool, trainer: type[Trainer] = Trainer, run: type[Run] = Run) -> Path:
     """Returns where the curves were drawn."""
-    checkpoint = settings.out / "checkpoint.pt"
-    state = torch.load(checkpoint, weights_only=True, mmap=True) if resume else None
+    sampling = settings.rollout.run.model_copy(update={"seed": settings.seed})
+    state = torch.load(settings.out / "checkpoint.pt", weights_only=True, mmap=True) if resume else None
     first = state["step"] if state else 0
     with (
-        rollout.start(settings.rollout) as service,
+        rollout.start(settings.rollout.model_copy(update={"run": sampling})) as service,
         Recorder(settings.out, first_step=first) as recorder,
         Progress() as progress,
     ):
-        run = Run(settings, service, recorder)
+        loop = run(settings, service, trainer(settings))
+        loop.store.discard(from_version=first)  # what was done after the checkpoint is done again
         if state is not None:
-            run.load(state)
-        for step in progress.track(range(first, settings.steps), description="GRPO"):
-            metrics = run.step(step)
+            loop.load(state)
+        for step in progress.track(range(first, settings.steps), description="training"):
+            metrics = loop.step(step)
             recorder.log(step, metrics)
-            progress.console.print(recorder.summary(step, metrics))
+            progress.console.print(recorder.summary(step, metrics), soft_wrap=True)
             if (step + 1) % settings.checkpoint_every == 0 or step + 1 == settings.steps:
-                run.save(step + 1)
+                loop.save(step + 1)
         return recorder.plot()
 
 
-def settings_of(kind: type[Settings], words: Sequence[str] | None = None) -> tuple[Settings, bool]:
+def settings_of(kind: type[Settings], config: Path, words: Sequence[str] | None = None) -> tuple[Settings, bool]:
     """From the command line; and whether to go on from the checkpoint."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--config", type=Path, default=CONFIG)
+    parser = argparse.ArgumentParser(description="See the head of this file and configs/ for what can be set.")
+    parser.add_argument("--config", type=Path, default=config)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--partial", action="store_true", help="leave what is not finished to the next step")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
@@ -312,5 +332,5 @@ def settings_of(kind: type[Settings], words: Sequence[str] | None = None) -> tup
 
 
 if __name__ == "__main__":
-    settings, resume = settings_of(Settings)
+    settings, resume = settings_of(Settings, CONFIGS / "grpo_cpu.yaml")
     print(f"curves: {train(settings, resume=resume)}")

@@ -76,6 +76,18 @@ class TrajectoryStore:
             if wanted is None or part.version in wanted:
                 yield from scan_file(part.path, part.version)
 
+    def discard(self, *, from_version: int) -> int:
+        """Remove what was appended under this version and later ones, for a run that does them again; returns how many
+        files that were. The last of them goes first, so that what is left after a crash is what a shorter run would
+        have left. Raises `ConfigError` as `read` does, but not for a directory that is not there yet.
+        """
+        if not self._directory.exists():
+            return 0
+        late = [part for part in self._parts() if part.version >= from_version]
+        for part in sorted(late, reverse=True):
+            part.path.unlink(missing_ok=True)
+        return len(late)
+
     def _parts(self) -> "Iterator[_Part]":
         try:
             partitions = list(self._directory.iterdir())

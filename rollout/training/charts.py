@@ -14,7 +14,7 @@ from their group are not among them. A metric that does not apply is absent, nev
     partial/partial_ratio          stopped and went on, or were sampled by more than one version
     partial/max_partial_span       newest less oldest version within one trajectory, the most of all
     async/staleness_{mean,max}     live version less that which sampled, over sampled tokens
-    perf/rollout_time              seconds
+    perf/rollout_time              seconds for which the driver waited
 
 What the whole service did between two snapshots, for whichever trajectory:
 
@@ -51,11 +51,13 @@ def rollout_metrics(
     seconds: float,
     before: ServiceStats | None,
     after: ServiceStats | None,
+    between_s: float | None = None,
 ) -> dict[str, float]:
-    """Metrics of the rollouts of one step, which took `seconds`; the module says of what.
+    """Metrics of the rollouts of one step, for which the driver waited `seconds`; the module says of what.
 
     `live` is the version that is about to be trained. Rewards of other trajectories are ignored. Without `after` there
-    is nothing of the service; without `before` it is since the service began.
+    is nothing of the service; without `before` it is since the service began. The two are `between_s` apart, if that is
+    not what the driver waited.
 
     Raises InvalidArgumentError: seconds that are not > 0.
     """
@@ -67,8 +69,9 @@ def rollout_metrics(
     metrics |= _of_lengths(trajectories)
     metrics |= _of_versions(trajectories, live)
     metrics[ROLLOUT_TIME] = seconds
+    between_s = seconds if between_s is None else between_s
     if after is not None:
-        metrics |= _of_service(RolloutCounters() if before is None else before.counters, after.counters, seconds)
+        metrics |= _of_service(RolloutCounters() if before is None else before.counters, after.counters, between_s)
     return metrics
 
 
