@@ -70,6 +70,8 @@ class Books:
         self.arrived: list[Delivery] = []
         self.returned: list[Delivery] = []
         """Handed out to nobody: to be handed out again."""
+        self.past: set[TrajectoryId] = set()
+        """What a service has nothing more of, since an earlier one had all of it over and done with."""
 
     def add(self, submission: Submission) -> None:
         members = {
@@ -102,6 +104,16 @@ class Books:
         for call in calls:
             self.arrived += self.under_way.pop(call, [])
 
+    def save(self, records: Sequence[Record]) -> None:
+        """The service ends; the next one has what it had, and what did not arrive, and counts anew."""
+        here = {record.trajectory_id for record in records}
+        lost = [*self.returned, *(delivery for deliveries in self.under_way.values() for delivery in deliveries)]
+        self.returned = [each for each in lost if not {t.trajectory_id for t in each.trajectories} & here]
+        self.under_way.clear()
+        again = {t.trajectory_id for each in self.returned for t in (*each.trajectories, *each.dropped)}
+        self.past = set(self.members) - here - again
+        self.behind.clear()
+
     @property
     def handed(self) -> dict[str, list[Delivery]]:
         """Everything that was, by what is known of it."""
@@ -124,13 +136,15 @@ class Books:
     def check(self, records: Sequence[Record], accounts: Accounts) -> None:
         states = self._states(records)
         assert set(states) == set(self.members)
+        assert self.past.isdisjoint(record.trajectory_id for record in records)
+        states = {t: state for t, state in states.items() if t not in self.past}
         dropped: Counter[AbortReason] = Counter()
         for state in states.values():
             reason = state.partition(" ")[2]
             dropped.update([AbortReason(reason)] if reason else [])
         counts = Counter(state.partition(" ")[0] for state in states.values())
         assert accounts == Accounts(
-            submitted=len(self.members),
+            submitted=len(self.members) - len(self.past),
             queued=counts["queued"],
             active=counts["active"],
             suspended=counts["suspended"],

@@ -143,12 +143,19 @@ def replace_weights(world: World, luck: Random) -> None:
         world.check()
 
 
+def begin_again(world: World, luck: Random) -> None:
+    """The service ends; another one goes on with what was saved."""
+    up = [worker for worker in WORKERS if luck.random() < 0.5]
+    ahead = luck.choice([0, 0, 0, 1, -1])
+    world.begin_again(after_s=luck.choice([0.0, 1000.0]), ahead=ahead, up=up, busy=luck.random() < 0.3)
+
+
 @given(seed=st.integers(0, 2**32))
 @settings(max_examples=60, deadline=None)
 def test_a_long_life_keeps_every_invariant_and_delivers_all(seed: int) -> None:
     luck = Random(seed)
     service, calm = world(luck), luck.random() < 0.5
-    update_rate = luck.choice([0.0, 0.05, 0.2])
+    update_rate, end_rate = luck.choice([0.0, 0.05, 0.2]), luck.choice([0.0, 0.0, 0.02, 0.1])
     for _ in range(luck.randint(10, 120)):
         part = luck.random()
         if part < 0.4:
@@ -163,5 +170,7 @@ def test_a_long_life_keeps_every_invariant_and_delivers_all(seed: int) -> None:
             replace_weights(service, luck)
         if luck.random() < 0.3:
             service.go_on_with_update(give_up=luck.random() < 0.05)
+        if luck.random() < end_rate:
+            begin_again(service, luck)
         service.check()
     service.finish(collecting=luck.random() < 0.5)

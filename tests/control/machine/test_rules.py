@@ -243,6 +243,17 @@ class ControllerInTheWorld(RuleBasedStateMachine):
         if worker in self.world.sites:
             self.world.notice(worker, twice=twice)
 
+    @rule(
+        really=sometimes,
+        after_s=st.sampled_from([0.0, 1000.0]),
+        ahead=st.sampled_from([0, 0, 0, 1, -1]),
+        up=st.lists(st.sampled_from(sorted(WORKERS)), unique=True),
+        busy=st.booleans(),
+    )
+    def begin_again(self, really: bool, **how: Any) -> None:
+        if really:
+            self.world.begin_again(**how)
+
     @precondition(lambda self: self.world.history)
     @rule(number=numbers)
     def repeat_what_is_over(self, number: int) -> None:

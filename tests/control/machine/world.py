@@ -5,6 +5,7 @@ out and given up.
 """
 
 import itertools
+import json
 import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from rollout.client.state import from_state, to_state
 from rollout.config import AbortConfig, GroupsConfig, ResumeConfig, Stale, StaleKV, WeightsConfig
 from rollout.control.aborts import AbortTicket
 from rollout.control.collection import Collection
@@ -52,6 +54,7 @@ from rollout.types import (
     SegmentRun,
     SequenceKey,
     Then,
+    Trajectory,
     TrajectoryId,
     Turn,
     UpdateMode,
@@ -124,37 +127,44 @@ class World:
         groups: GroupsConfig,
         versions: WeightsConfig,
     ) -> None:
-        self.controller = Controller(
-            workers=len(WORKERS),
-            max_context=CONTEXT,
-            weights=WEIGHTS,
-            abort=abort,
-            resume=resume,
-            groups=groups,
-            versions=versions,
-        )
+        self.rules = {"abort": abort, "resume": resume, "groups": groups, "versions": versions}
         self.policies = {policy.kind: policy for policy in abort.policies}
         self.max_resumes = resume.max_resumes
         self.books = Books(abort, groups, CONTEXT)
         self.now = 0.0
-        self.loaded = [WEIGHTS]
-        """By workers, in this order."""
         self.most_behind = versions.kv_reuse.max_lag if isinstance(versions.kv_reuse, StaleKV) else 0
-        self.under_update: Update | None = None
         self.room = room
-        self.driver_paused = False
         self.begun: set[GroupId] = set()
         """Of which a member was started."""
+        self.collected = False
+        """A collection has come to its end."""
+        self.were_gone = False
+        """All workers, at some time, before more were added."""
+        self.processes = itertools.count(1)
+        self.segments = itertools.count(1)
+        self.orders = itertools.count(1)
+        self.to_hold: set[TrajectoryId] = set()
+        """Those that drivers want to be suspended until they say otherwise."""
+        self.retries: Counter[TrajectoryId] = Counter()
+        self.calls = 0
+        self.services = 0
+        self.earlier: Counter[str] = Counter()
+        """What the controllers of earlier services counted, and how many starts there were."""
+        self._open(WEIGHTS)
+
+    def _open(self, weights: Weights) -> None:
+        """A service in which nothing has happened yet."""
+        self.services += 1
+        self.controller = Controller(workers=len(WORKERS), max_context=CONTEXT, weights=weights, **self.rules)  # type: ignore[arg-type]
+        self.loaded = [weights]
+        """By workers, in this order."""
+        self.under_update: Update | None = None
+        self.driver_paused = False
         self.window: int | None = None
         """Most groups that a collection may have under way."""
         self.stops_at: int | None = None
         """Complete groups with which a collection is over."""
-        self.collected = False
-        """A collection has come to its end."""
         self.sites = {worker: Site() for worker in WORKERS}
-        self.were_gone = False
-        """All of them, at some time, before more were added."""
-        self.processes = itertools.count(1)
         self.held: defaultdict[tuple[NodeId, TrajectoryId], set[SegmentId]] = defaultdict(set)
         self.turns: dict[tuple[NodeId, TrajectoryId], Turn] = {}
         """What the pools were told last."""
@@ -163,8 +173,6 @@ class World:
         self.told: set[SegmentId] = set()
         """What the controller knows of that."""
         self.displaced_images = 0
-        self.segments = itertools.count(1)
-        self.orders = itertools.count(1)
         self.exports: list[tuple[int, Export, str | None]] = []
         """Not yet tried, by number, with the incarnation they are addressed to."""
         self.answers: list[tuple[int, Exported | ExportFailed]] = []
@@ -183,15 +191,11 @@ class World:
         """What is, or will be, kept on a worker until it is released or its trajectory starts there."""
         self.used: set[SequenceKey] = set()
         """What was kept where its trajectory then started."""
-        self.to_hold: set[TrajectoryId] = set()
-        """Those that drivers want to be suspended until they say otherwise."""
         self.holding: set[TrajectoryId] = set()
         """Those that wait for a command."""
         self.perhaps_holding: set[TrajectoryId] = set()
         """Those that were suspended and on the move at once: nobody has seen whether they were held before."""
-        self.retries: Counter[TrajectoryId] = Counter()
         self.extensions: list[tuple[TrajectoryId, tuple[int, ...], str]] = []
-        self.calls = 0
         self.tickets: list[AbortTicket] = []
         self.history: list[WorkerReport] = []
 
@@ -367,6 +371,49 @@ class World:
             self.controller.expect_workers(1)
             self.boot(worker)
 
+    def begin_again(self, *, after_s: float, ahead: int, up: Sequence[WorkerId], busy: bool) -> None:
+        """The service ends, and a later one takes up what its driver saved; with the weights that were live, or others.
+        It may be `busy` with another group by then."""
+        state = json.loads(json.dumps(to_state(self.controller.saved(self.now), next_key=self.calls)))
+        records, counters = self.records, self.controller.counters
+        before = {record.trajectory_id: record.snapshot() for record in records}
+        self.earlier += Counter(tokens=counters.tokens, suspensions=counters.suspensions, starts=len(self.started))
+        self.books.save(records)
+        version = Version(max(0, self.controller.weights.version + ahead))
+        self.books.live = version
+        self._open(Weights(WeightsId(f"service {self.services} {version}"), version))
+        self.now += after_s
+        for worker in WORKERS:
+            self.boot(worker)
+            if worker in up:
+                self.notice(worker)
+        if busy:
+            self.submit(n=1, budget=5)
+        saved, calls = from_state(state)
+        assert calls == self.calls
+        self.carry_out(self.controller.restore(saved, self.now))
+        stale = self.policies.get("stale")
+        if ahead and stale is not None and Then(stale.then) is not Then.REQUEUE:  # these are queued anyway
+            self._check_stale(version)
+        for record in self.records:
+            if (was := before.get(record.trajectory_id)) is not None:
+                self._check_taken_up(record.snapshot(), was)
+
+    def _check_taken_up(self, now: Trajectory, was: Trajectory) -> None:
+        """Nothing that it had is lost; it may have begun again, or ended, since it was about to."""
+        if len(now.attempts) == len(was.attempts):
+            kept = ("seed", "output_ids", "logprobs", "versions", "kv_spans", "attempts", "suspensions", "resumes")
+            assert all(getattr(now, name) == getattr(was, name) for name in kept)
+        else:
+            *attempts, last = now.attempts
+            assert tuple(attempts) == was.attempts
+            assert (last.seed, last.output_ids, last.logprobs) == (was.seed, was.output_ids, was.logprobs)
+            assert now.output_ids == ()
+        if was.finish_reason is not None:
+            ages = [each.finished_at - each.submitted_at for each in (now, was) if each.finished_at is not None]
+            assert ages[0] == pytest.approx(ages[1])
+            assert (now.finish_reason, now.abort_reason, now.error) == (was.finish_reason, was.abort_reason, was.error)
+
     @property
     def records(self) -> list[Record]:
         return self.controller.resolve(None)[0]
@@ -511,7 +558,7 @@ class World:
             self.window = self.stops_at = None
         records = [record for record in self.records if record.priority is Priority.TRAIN]
         begun = {record.group_id for record in records} & (self.begun - before)
-        held = {r.group_id for r in records if r.trajectory_id in self.holding}
+        held = {r.group_id for r in records if r.trajectory_id in self.holding | self.perhaps_holding}
         under_way = {r.group_id for r in records if r.group_id in self.begun and not r.group.over} - held
         assert not begun or self.window is None or len(under_way) <= self.window
 
@@ -948,13 +995,14 @@ class World:
         assert counters.displaced_images <= self.displaced_images
         again = len(self.started) - len({t for t, _ in self.started}) - self.promotions
         first = sum(self.retries.values()) + counters.retries  # starts of other attempts are no resumes
-        assert again - first <= counters.resumes + counters.restarts <= again
+        if self.services == 1:
+            assert again - first <= counters.resumes + counters.restarts <= again
         if not self.books.discarded:  # of these nobody sees the tokens
             ends = [t for delivery in self.books.arrived for t in (*delivery.trajectories, *delivery.dropped)]
             attempts = [run for t in ends for attempt in t.attempts for run in attempt.versions]
             tokens = sum(t.sampled_tokens for t in ends) + sum(
                 run.tokens for run in attempts if run.version is not None
             )
-            assert counters.tokens == tokens
-            assert counters.suspensions == sum(t.suspensions for t in ends)
-            assert len(self.started) == sum(len(t.workers) for t in ends)
+            assert counters.tokens + self.earlier["tokens"] == tokens
+            assert counters.suspensions + self.earlier["suspensions"] == sum(t.suspensions for t in ends)
+            assert len(self.started) + self.earlier["starts"] == sum(len(t.workers) for t in ends)
