@@ -26,7 +26,7 @@ USAGE = "rollout submit [-h] [--address URL] [--submission-id ID] [--no-wait] CO
 
 DESCRIPTION = f"""
 Runs TARGET as a Ray job: a configuration by `rollout run`, a script by `python`, with the arguments after `--`. Its log
-comes here, and its exit code is this command's. Ctrl-C stops the job; a second one leaves it as it is.
+comes here, and its exit code is this command's. Ctrl-C stops the job; a second one does not wait until it has.
 
 Uploaded are: the script and the modules that it imports from its own directory; rollout itself, if it is run from a
 checkout; and files of up to {filesize.decimal(FILE_BYTES)} below the current directory that are named by the job's
@@ -102,7 +102,7 @@ def _use_token() -> None:
 
 
 def _stopping(job_id: str) -> str:
-    return f"stopping the job; Ctrl-C again leaves it as it is, and `ray job stop {job_id}` stops it"
+    return f"stopping the job {job_id}; Ctrl-C again does not wait for that, and `ray job stop {job_id}` repeats it"
 
 
 def _exit_code(end: "JobEnd", job_id: str, *, interrupted: bool) -> int:

@@ -221,8 +221,9 @@ def _end(info: Any) -> JobEnd:
     if end == End.SUCCEEDED:
         return JobEnd(end=end, exit_code=0, reason="")
     if info.driver_exit_code is not None:  # then Ray's message is a line about that, and the log
+        code = info.driver_exit_code
         last = [line for line in message.splitlines()[1:] if line.strip()][-1:]
-        message = ": ".join([f"exit code {info.driver_exit_code}", *last])
+        message = ": ".join([f"exit code {code}" if code > 0 else f"signal {-code}", *last])
     return JobEnd(end=end, exit_code=info.driver_exit_code, reason=_one_line(message))
 
 

@@ -121,6 +121,7 @@ def test_a_job_that_does_not_stop_is_left_at_the_deadline() -> None:
             "exit code 3: Va",
         ),
         (info(JobStatus.FAILED, "command failed. No logs available.", 127), 127, "exit code 127"),
+        (info(JobStatus.FAILED, "command failed, last logs:\nat work\n", -9), -9, "signal 9: at work"),
         (info(JobStatus.FAILED, "runtime_env setup\nfailed: " + "x" * 2000), None, "… xxx"),
     ],
 )
