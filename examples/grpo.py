@@ -114,9 +114,9 @@ class Trainer:
         """[N, H]: what each sampled token was predicted from. The samples of a prompt share what the model makes of
         it: positions before `shared` are computed once for all rows that begin alike."""
         shared = max(0, int(batch.mask_BS.int().argmax(dim=1).min()) - 1)
-        prefixes_US, row_B = torch.unique(batch.ids_BS[:, :shared], dim=0, return_inverse=True)
         cache = DynamicCache()
         if shared:
+            prefixes_US, row_B = torch.unique(batch.ids_BS[:, :shared], dim=0, return_inverse=True)
             model.base_model(prefixes_US, None, None, cache)
             cache.batch_select_indices(row_B)
         rest_BSH = model.base_model(batch.ids_BS[:, shared:], batch.attention_BS, None, cache).last_hidden_state

@@ -63,7 +63,8 @@ class PPOTrainer(Trainer):
         )
         fresh_BS = batch.mask_BS & stale_mask(batch.versions_BS, live=live, max_lag=settings.max_lag)
         advantages_N = advantages_BS[fresh_BS]
-        advantages_BS = (advantages_BS - advantages_N.mean()) / (advantages_N.std() + 1e-6)
+        if len(advantages_N):
+            advantages_BS = (advantages_BS - advantages_N.mean()) / (advantages_N.std(correction=0) + 1e-6)
         losses: dict[str, list[float]] = {"train/loss": [], "train/value_loss": [], "train/grad_norm": []}
         for _ in range(settings.epochs):
             for minibatch, _ in batch.split(math.ceil(len(batch) / settings.minibatches)):
@@ -88,7 +89,8 @@ class PPOTrainer(Trainer):
                 losses["train/loss"].append(policy_loss)
                 losses["train/value_loss"].append(value_loss)
                 losses["train/grad_norm"].append(self.step())
-        explained = 1 - (returns_BS - values_BS)[batch.mask_BS].var() / (returns_BS[batch.mask_BS].var() + 1e-6)
+        errors_N, returns_N = (returns_BS - values_BS)[batch.mask_BS], returns_BS[batch.mask_BS]
+        explained = 1 - errors_N.var(correction=0) / (returns_N.var(correction=0) + 1e-6)
         found = mismatch(proximal_BS, batch.behaviour_BS, batch.mask_BS & (batch.versions_BS == live))
         return {name: sum(each) / len(each) for name, each in losses.items()} | {
             "train/explained_variance": explained.item(),
