@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 
 from rollout.client import AsyncRollout, Rollout
+from rollout.client.state import from_state, to_state
 from rollout.cluster.description import ServiceDescription
 from rollout.config import load_config
 from rollout.errors import InvalidArgumentError, InvalidPromptError, InvalidSamplingError
 from rollout.text import read_tokenizer_files
 from rollout.types import Delivery, GroupId, SamplingParams
+from tests.control.stage import W1, Stage, member
 from tests.tiny_models import VOCAB_SIZE, make_tiny_llama
 
 
@@ -185,6 +187,52 @@ def test_only_messages_text_or_ids_extend_a_trajectory(client: AsyncRollout, wha
         asyncio.run(client.extend("a/0", what))
 
 
+def sampled(token: int, *, prompt: int = 1) -> dict[str, Any]:
+    """A state with one trajectory."""
+    stage = Stage(W1)
+    stage.submit("g", prompt=[prompt])
+    stage.sample(member("g"))
+    state = to_state(stage.controller.saved(stage.now), next_key=7)
+    state["groups"][0]["members"][0]["trajectory"]["output_ids"] = [token]
+    return state
+
+
+@pytest.mark.parametrize(
+    ("state", "error", "message"),
+    [
+        ({"format": 0}, InvalidArgumentError, "state: got format 0"),
+        (sampled(VOCAB_SIZE), InvalidPromptError, f"g/0: token id {VOCAB_SIZE}, allowed: 0 … {VOCAB_SIZE - 1}"),
+        (sampled(1, prompt=VOCAB_SIZE), InvalidPromptError, f"g: token id {VOCAB_SIZE}"),
+        (sampled(-1), InvalidArgumentError, "g/0: token id -1"),
+    ],
+)
+def test_a_state_of_another_model_or_of_none_reaches_nobody(
+    client: AsyncRollout, state: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        asyncio.run(client.load_state_dict(state))
+    assert client._intake.next_key == 0
+
+
+def test_a_state_that_is_taken_says_where_keys_go_on(client: AsyncRollout) -> None:
+    taken: list[Any] = []
+
+    class Takes:
+        def __init__(self) -> None:
+            self.restore = Remote(self._restore)
+
+        async def _restore(self, saved: Any) -> None:
+            taken.append(saved)
+
+    taker = AsyncRollout(Takes(), description(client), key_prefix="", on_close=None)
+    state = sampled(1)
+    asyncio.run(taker.load_state_dict(state))
+    assert taken == [from_state(state)[0]]
+    assert taker._intake.next_key == 7
+    asyncio.run(taker.load_state_dict(state | {"next_key": 3}))
+    assert taker._intake.next_key == 7
+
+
 class Controller:
     """Hands out two groups; the second answer never comes."""
 
@@ -204,6 +252,16 @@ class Controller:
         self.settled = (arrived, abandoned)
 
 
+def description(client: AsyncRollout) -> ServiceDescription:
+    return ServiceDescription(
+        config=client.config,
+        vocab_size=VOCAB_SIZE,
+        max_context=32,
+        generation_defaults={"top_p": None},
+        tokenizer=read_tokenizer_files(client.config.model.path),
+    )
+
+
 class Remote:
     def __init__(self, method: Callable[..., Coroutine[Any, Any, Any]]) -> None:
         self.remote = method
@@ -214,15 +272,8 @@ def test_a_guest_that_leaves_says_which_groups_it_got_and_which_it_did_not(clien
     """The service of an owner ends, with all that it has."""
     controller = Controller()
     ended: list[bool] = []
-    description = ServiceDescription(
-        config=client.config,
-        vocab_size=VOCAB_SIZE,
-        max_context=32,
-        generation_defaults={"top_p": None},
-        tokenizer=read_tokenizer_files(client.config.model.path),
-    )
     on_close = (lambda: ended.append(True)) if owner else None
-    guest = AsyncRollout(controller, description, key_prefix="", on_close=on_close)
+    guest = AsyncRollout(controller, description(client), key_prefix="", on_close=on_close)
 
     async def leave() -> None:
         await guest.next_groups()

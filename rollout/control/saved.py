@@ -59,6 +59,8 @@ class SavedGroup:
 
     def __post_init__(self) -> None:
         group = self.submission.group_id
+        if min(self.submission.prompt_ids, default=-1) < 0:
+            raise ValueError(f"{group}: a prompt of no tokens, or of ids < 0")
         ids = [(f"{group}/{index}", index) for index in range(len(self.submission.seeds))]
         found = [(each.trajectory.trajectory_id, each.trajectory.sample_index) for each in self.members]
         if found != ids:
