@@ -28,6 +28,7 @@ from transformers.utils.logging import disable_progress_bar
 
 import rollout
 from rollout.config import Config, Section, load_file
+from rollout.errors import ConfigError
 from rollout.store import TrajectoryStore
 from rollout.training.advantages import group_advantages
 from rollout.training.batch import Batch
@@ -211,6 +212,10 @@ class Run:
     """A training run: what it consists of, and how far it is."""
 
     def __init__(self, settings: Settings, service: rollout.Rollout, trainer: Trainer) -> None:
+        temperature, top_k, top_p = settings.rollout.sampling.temperature, service.sampling.top_k, service.sampling.top_p
+        if not temperature or (top_k, top_p) != (0, 1.0):  # the trainer computes no others; null is what the model says
+            got = f"temperature {temperature}, top_k {top_k} and top_p {top_p}"
+            raise ConfigError(f"rollout.sampling: got {got}, allowed: > 0, 0 and 1.0")
         self.settings = settings
         self.service = service
         self.trainer = trainer
@@ -296,7 +301,10 @@ class Run:
 def train(settings: Settings, *, resume: bool, trainer: type[Trainer] = Trainer, run: type[Run] = Run) -> Path:
     """Returns where the curves were drawn."""
     sampling = settings.rollout.run.model_copy(update={"seed": settings.seed})
-    state = torch.load(settings.out / "checkpoint.pt", weights_only=True, mmap=True) if resume else None
+    checkpoint = settings.out / "checkpoint.pt"
+    if resume and not checkpoint.exists():
+        raise ConfigError(f"{checkpoint}: there is no checkpoint to go on from; --resume is for a run that wrote one")
+    state = torch.load(checkpoint, weights_only=True, mmap=True) if resume else None
     first = state["step"] if state else 0
     with (
         rollout.start(settings.rollout.model_copy(update={"run": sampling})) as service,
@@ -304,6 +312,8 @@ def train(settings: Settings, *, resume: bool, trainer: type[Trainer] = Trainer,
         Progress() as progress,
     ):
         loop = run(settings, service, trainer(settings))
+        if state is None:
+            checkpoint.unlink(missing_ok=True)  # of another run
         loop.store.discard(from_version=first)  # what was done after the checkpoint is done again
         if state is not None:
             loop.load(state)
