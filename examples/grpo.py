@@ -60,6 +60,8 @@ class Settings(Section):
     over_sample: float = 0.5
     """With `partial`: share of further groups under way."""
     learning_rate: float = 1e-5
+    warmup: int = 0
+    """Optimiser steps in which it grows to that."""
     minibatches: int = 1
     """Optimiser steps on each batch."""
     rows: int = 64
@@ -109,6 +111,7 @@ class Trainer:
         self._settings = settings
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=settings.learning_rate, weight_decay=0.0)
+        self.steps = 0
         self._first = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) if settings.kl else None
 
     def hidden(self, model: Any, batch: Batch) -> Tensor:
@@ -175,6 +178,10 @@ class Trainer:
 
     def step(self) -> float:
         """One of the optimiser; returns the norm of the gradient."""
+        self.steps += 1
+        for group in self.optimizer.param_groups:
+            group.setdefault("initial_lr", group["lr"])
+            group["lr"] = group["initial_lr"] * min(1.0, self.steps / max(1, self._settings.warmup))
         parameters = [each for group in self.optimizer.param_groups for each in group["params"]]
         norm = torch.nn.utils.clip_grad_norm_(parameters, self._settings.max_grad_norm)
         self.optimizer.step()
@@ -201,9 +208,10 @@ class Trainer:
         return dict(self.model.state_dict())
 
     def state_dict(self) -> dict[str, Any]:
-        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        return {"steps": self.steps, "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.steps = state["steps"]
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
 
@@ -212,7 +220,11 @@ class Run:
     """A training run: what it consists of, and how far it is."""
 
     def __init__(self, settings: Settings, service: rollout.Rollout, trainer: Trainer) -> None:
-        temperature, top_k, top_p = settings.rollout.sampling.temperature, service.sampling.top_k, service.sampling.top_p
+        temperature, top_k, top_p = (
+            settings.rollout.sampling.temperature,
+            service.sampling.top_k,
+            service.sampling.top_p,
+        )
         if not temperature or (top_k, top_p) != (0, 1.0):  # the trainer computes no others; null is what the model says
             got = f"temperature {temperature}, top_k {top_k} and top_p {top_p}"
             raise ConfigError(f"rollout.sampling: got {got}, allowed: > 0, 0 and 1.0")
