@@ -49,7 +49,15 @@ NAMES = {
     "mismatch/ratio_mean",
     "mismatch/max_abs_log_ratio",
 }
-SAME = ("rollout/reward/", "rollout/response_len/", "rollout/trajectories", "rollout/tokens", "rollout/truncated_ratio")
+SAME = (
+    "async/",
+    "partial/max",
+    "rollout/reward/",
+    "rollout/response_len/",
+    "rollout/tokens",
+    "rollout/trajectories",
+    "rollout/truncated_ratio",
+)
 
 
 @pytest.fixture(scope="module")
