@@ -265,7 +265,7 @@ def idle_share(before: ServiceStats, after: ServiceStats, seconds: float) -> flo
     """Of the time of all workers between two looks at them, what they spent outside of steps."""
     earlier = {(worker.worker, worker.incarnation): worker.engine.busy_s for worker in before.workers}
     busy = [one.engine.busy_s - earlier.get((one.worker, one.incarnation), 0.0) for one in after.workers]
-    return 1.0 - sum(busy) / (seconds * max(1, len(busy)))
+    return max(0.0, 1.0 - sum(busy) / (seconds * max(1, len(busy))))  # they answer a little after the clock was read
 
 
 def simulate(settings: Settings) -> dict[str, float]:
@@ -280,7 +280,7 @@ def simulate(settings: Settings) -> dict[str, float]:
         for step in range(settings.steps):
             metrics = run.step()
             recorder.log(step, metrics)
-            print(f"{settings.mode}: {recorder.summary(step, metrics)}")
+            print(f"{settings.mode}: {recorder.summary(step, metrics)}", flush=True)
         return run.summary()
 
 

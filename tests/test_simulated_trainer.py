@@ -22,8 +22,9 @@ from tests.tiny_models import make_tiny_llama
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "simulated_trainer.py"
-LENGTHS = [4, 400, 5, 3, 1, 7]
-"""In turn: of the groups of two that begin together, every third has one that takes much longer."""
+LONG = 1000
+LENGTHS = [4, LONG, 5, 3, 1, 7]
+"""In turn: every third group of two has a trajectory that takes much longer than all others."""
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +53,7 @@ def raw(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]
     lengths.write_text(json.dumps(LENGTHS))
     service = {
         "model": {"path": str(model), "dtype": "float32"},
-        "cluster": {"name": "simulated", "workers": 2},
+        "cluster": {"name": "simulated", "workers": 1},
         "engine": {"max_running": 8, "kv_bytes": "8MiB"},
         "pool": {"budget_bytes": "16MiB", "warm_bytes": 0},
         "abort": {"keep": "pool"},
@@ -172,13 +173,17 @@ def test_what_partial_leaves_goes_on_where_it_was_stopped(comparison: Comparison
     run, left = comparison.runs["partial"], comparison.left["partial"]
     assert len(left) == 2
     resumed = [one for group in [*consumed(run), *left] for one in group.trajectories if one.resumes]
-    assert max(one.sampled_tokens for one in resumed) == 400
+    assert max(one.sampled_tokens for one in resumed) == LONG
     assert any(len(one.versions) > 1 for one in resumed)
 
 
 def test_groups_are_ahead_while_the_trainer_is_busy(comparison: Comparison) -> None:
-    assert len(comparison.left["async"]) == 4
-    assert comparison.summaries["async"]["async/staleness_max"] > 0
+    run, left = comparison.runs["async"], comparison.left["async"]
+    assert len(left) == 4
+    (first,) = [group for group in [*consumed(run), *left] if group.group_id == "0"]
+    (long,) = [one for one in first.trajectories if one.sampled_tokens == LONG]
+    assert long.versions[0].version == 0  # it began in the first step, which others completed
+    assert first.version > 0
 
 
 def test_all_modes_are_compared_in_one_table_and_recorded(
@@ -216,6 +221,29 @@ def test_a_wrong_setting_is_one_line(
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "line"),
+    [(DeadlineError("too\nlate"), 1, "error: too late\n"), (KeyboardInterrupt(), 130, "interrupted\n")],
+)
+def test_what_ends_a_run_is_one_line(
+    example: Any,
+    raw: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    raised: BaseException,
+    code: int,
+    line: str,
+) -> None:
+    def fail(settings: Any) -> None:
+        raise raised
+
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(raw))
+    monkeypatch.setattr(example, "simulate", fail)
+    assert example.main(["--config", str(tmp_path / "config.yaml")]) == code
+    assert capsys.readouterr().err == line
 
 
 @pytest.mark.parametrize("text", ["", "[]", "3\nlong", "[3, 0]", "[true]", "[NaN]", '["3"]', "[[3]]", "[3"])
