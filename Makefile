@@ -24,7 +24,7 @@ FIND_GGUF := import importlib.util, pathlib; \
 COVERED := --ignore=tests/control/machine --cov=rollout.control --cov-branch --cov-fail-under=95 --cov-report=
 
 # Services mostly wait for processes, the rest computes: at the same time they take little longer than one of them.
-SERVICES := tests/cluster tests/cli tests/examples $(sort $(wildcard tests/test_*.py))
+SERVICES := tests/cluster tests/cli $(sort $(wildcard tests/test_*.py))
 
 .DELETE_ON_ERROR:
 .PHONY: demo model test test-services test-parts soak

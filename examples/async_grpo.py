@@ -1,23 +1,36 @@
 """GRPO that does not wait: generation goes on while the trainer computes: `async_grpo.py [--steps N] …`
 
-While the trainer computes, groups are under way for `ahead` further steps, so that the workers always have something
-to do; weights are replaced while trajectories run (`rollout.weights.mode` says how these go on). Staleness is bounded
-three times: by `ahead`; by the policy `stale`, which begins a trajectory again that fell too far behind; and by
-`max_lag`, beyond which a token is not trained on. What is left is corrected by importance weights, as in grpo.py.
+While the trainer computes, groups are under way for `ahead` further steps, and weights are replaced while trajectories
+run (`rollout.weights.mode` says how these go on). With `ahead` of 1 or less, nothing that is trained on is more than a
+version behind. Beyond that slow groups are overtaken, and staleness is bounded by the policy `stale`, which begins a
+trajectory again that fell too far behind, and by `max_lag`, beyond which a token is not trained on. What is left is
+corrected by importance weights, as in grpo.py.
 """
 
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-from grpo import CONFIGS, Run, Settings, settings_of, train
+from grpo import Run, Settings, Trainer
+from pydantic import PositiveFloat, field_validator
+from session import CONFIGS, main
 
 import rollout
 
 
 class AsyncSettings(Settings):
-    """What this loop needs besides."""
+    """Of a run that does not wait."""
 
-    ahead: float = 1.0
+    ahead: PositiveFloat = 1.0
     """Steps for which groups are under way while one trains; a fraction is a part of one."""
+    out: Path = Path("out/async_grpo")
+
+    @field_validator("partial")
+    @classmethod
+    def _not_partial(cls, partial: bool) -> bool:
+        if partial:
+            raise ValueError("of no use here: nothing waits for the longest samples, and nothing is stopped")
+        return partial
 
 
 class AsyncRun(Run):
@@ -29,14 +42,10 @@ class AsyncRun(Run):
         """The groups that are done first. What takes their place is submitted before they are trained on."""
         prompts, ahead = self.settings.prompts, round(self.settings.prompts * self.settings.ahead)
         self.submit(max(prompts, ahead))
-        groups = self.service.next_groups(prompts)
-        self.under_way -= len(groups)
-        if len(groups) < prompts:
-            raise TimeoutError(f"{len(groups)} of {prompts} groups were done in time")
+        groups = self.taken(self.service.next_groups(prompts, timeout_s=self.settings.timeout_s))
         self.submit(ahead)
         return groups
 
 
 if __name__ == "__main__":
-    settings, resume = settings_of(AsyncSettings, CONFIGS / "async_grpo_cpu.yaml")
-    print(f"curves: {train(settings, resume=resume, run=AsyncRun)}")
+    sys.exit(main(AsyncSettings, CONFIGS / "async_grpo_cpu.yaml", trainer=Trainer, run=AsyncRun))

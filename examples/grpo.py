@@ -10,30 +10,24 @@ called instead of its parts, each rank updates on its share of the batch, its en
 becomes a generator of gathered tensors. Only rank 0 has a `Run`.
 """
 
-import argparse
+import itertools
 import math
-import os
 import re
-import shutil
-import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import reasoning_gym
 import torch
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from rich.progress import Progress
+from session import CONFIGS, SessionSettings, main
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 import rollout
-from rollout.config import Config, Section, load_file
 from rollout.errors import ConfigError, DeadlineError
 from rollout.store import TrajectoryStore
 from rollout.training.advantages import group_advantages
@@ -41,18 +35,13 @@ from rollout.training.batch import Batch
 from rollout.training.charts import rollout_metrics
 from rollout.training.corrections import clipped_objective, decoupled, mismatch, stale_mask
 from rollout.training.forward import hidden_before_sampled, logprobs_of_sampled
-from rollout.training.recorder import Recorder
 
-CONFIGS = Path(__file__).parent.parent / "configs"
 INTEGER = re.compile(r"-?\d+")
 
 
-class Settings(Section):
-    """Of a training run: what is not under `rollout` is the trainer's."""
+class Settings(SessionSettings):
+    """Of a run: what is not under `rollout` is the trainer's."""
 
-    rollout: Config
-    """Of the service, with whose model the trainer begins."""
-    steps: PositiveInt = 45
     prompts: PositiveInt = 8
     """Groups a step."""
     samples: PositiveInt = 8
@@ -87,10 +76,7 @@ class Settings(Section):
     """Of the trainer."""
     autocast: bool = True
     """Compute in bfloat16; parameters and optimiser stay float32."""
-    checkpoint_every: PositiveInt = 15
-    """Steps."""
     out: Path = Path("out/grpo")
-    """Metrics, curves, trajectories, the checkpoint, and the model at the end."""
 
 
 class Task:
@@ -187,7 +173,7 @@ class Trainer:
     def minibatches(self, rows: int) -> Iterator[slice]:
         """As many as are wanted, of equal size but for one row; none of them empty."""
         bounds = [rows * index // self.settings.minibatches for index in range(self.settings.minibatches + 1)]
-        return (slice(start, stop) for start, stop in zip(bounds, bounds[1:], strict=False) if start < stop)
+        return (slice(start, stop) for start, stop in itertools.pairwise(bounds) if start < stop)
 
     def policy_loss(self, batch: Batch, current_BS: Tensor, proximal_BS: Tensor, advantages_BS: Tensor) -> Tensor:
         """[B, S]. What is clipped is how far the model went since before this batch; how far it was from those that
@@ -304,8 +290,8 @@ class Run:
         if len(groups) < self.settings.prompts:
             held = sum(self.service.stats().suspended.values())
             raise DeadlineError(
-                f"{len(groups)} of {self.settings.prompts} groups were finished within {self.settings.timeout_s:g} s, or "
-                f"nothing more goes on; {held} trajectories are suspended (a policy whose `then` is hold?)"
+                f"{len(groups)} of {self.settings.prompts} groups were finished within {self.settings.timeout_s:g} s, "
+                f"or nothing more goes on; {held} trajectories are suspended (a policy whose `then` is hold?)"
             )
         return groups
 
@@ -316,116 +302,18 @@ class Run:
     def reward(self, one: rollout.Trajectory) -> float:
         return self.task.reward(one, self.service.tokenizer.decode(one.output_ids))
 
-    def save(self, step: int) -> None:
-        """Write the checkpoint of before `step`, whole or not at all."""
-        path = self.settings.out / "checkpoint.pt"
-        state = {"step": step, "next_prompt": self.task.next, "under_way": self.under_way}
-        state |= {"trainer": self.trainer.state_dict(), "rollout": self.service.state_dict()}
-        with path.with_suffix(".partial").open("wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        path.with_suffix(".partial").replace(path)
+    def state_dict(self) -> dict[str, Any]:
+        """All that a checkpoint needs, partial trajectories and their tokens included."""
+        progress = {"next_prompt": self.task.next, "under_way": self.under_way}
+        return progress | {"trainer": self.trainer.state_dict(), "rollout": self.service.state_dict()}
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint, with a new service: partial trajectories come back with their tokens."""
+    def load_state_dict(self, state: Mapping[str, Any], live: int) -> None:
+        """Go on from there with a new service, whose weights get their version again first."""
         self.task.next, self.under_way = state["next_prompt"], state["under_way"]
         self.trainer.load_state_dict(state["trainer"])
-        self.service.update_weights(self.trainer.weights(), version=state["step"])
+        self.service.update_weights(self.trainer.weights(), version=live)
         self.service.load_state_dict(state["rollout"])
-
-    def export(self) -> None:
-        """Write the model, with its tokenizer, as Hugging Face and `rollout run` read it."""
-        self.trainer.model.save_pretrained(self.settings.out / "model")
-        for pattern in ("tokenizer*", "special_tokens*", "chat_template*", "vocab*", "merges*"):
-            for file in self.settings.rollout.model.path.glob(pattern):
-                shutil.copy(file, self.settings.out / "model")
-
-
-def train(
-    settings: Settings,
-    *,
-    resume: bool = False,
-    overwrite: bool = False,
-    trainer: type[Trainer] = Trainer,
-    run: type[Run] = Run,
-    stop: Callable[[], bool] = lambda: False,
-) -> None:
-    """Train from the first step, or from the checkpoint, to the last one, or until `stop` says so."""
-    checkpoint = settings.out / "checkpoint.pt"
-    if resume and not checkpoint.exists():
-        raise ConfigError(f"{checkpoint}: there is no checkpoint to go on from; --resume is for a run that wrote one")
-    if not (resume or overwrite) and (settings.out / "metrics.jsonl").exists():
-        raise ConfigError(f"{settings.out}: holds a run; --resume goes on with it, --overwrite begins again")
-    learner = trainer(settings)
-    state = torch.load(checkpoint, weights_only=True, mmap=True) if resume else None
-    first = state["step"] if state else 0
-    with rollout.start(settings.rollout) as service:
-        loop = run(settings, service, learner)
-        with Recorder(settings.out, first_step=first) as recorder, Progress() as progress:
-            if state is None:
-                checkpoint.unlink(missing_ok=True)
-            loop.store.discard(from_version=first)  # what was done after the checkpoint is done again
-            if state is not None:
-                loop.load(state)
-            for step in progress.track(range(first, settings.steps), description="training"):
-                metrics = loop.step(step)
-                recorder.log(step, metrics)
-                progress.console.print(recorder.summary(step, metrics), soft_wrap=True)
-                last = step + 1 == settings.steps or stop()
-                if last or (step + 1) % settings.checkpoint_every == 0:
-                    loop.save(step + 1)
-                    recorder.plot()
-                if last:
-                    break
-            loop.export()
-
-
-def main(
-    kind: type[Settings], config: str, *, trainer: type[Trainer] = Trainer, run: type[Run] = Run, words: Any = None
-) -> int:
-    """Of the command line `words`; returns the exit code."""
-    parser = argparse.ArgumentParser(description="See the head of this file, and configs/ for what can be set.")
-    parser.add_argument("--config", type=Path, default=CONFIGS / config)
-    parser.add_argument("--steps", type=int)
-    parser.add_argument("--seed", type=int, help="of the prompts and of all draws")
-    parser.add_argument("--partial", action="store_true", help="leave what is not finished to the next step")
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
-    parser.add_argument("--overwrite", action="store_true", help="begin again although --out holds a run")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--set", action="append", default=[], metavar="a.b=value", dest="overrides")
-    args = parser.parse_args(words)
-    chosen = {"steps": args.steps, "rollout.run.seed": args.seed, "out": args.out, "partial": args.partial or None}
-    overrides = [f"{name}={value}" for name, value in chosen.items() if value is not None]
-    try:
-        settings = load_file(kind, args.config, overrides + args.overrides)
-        with asked_to_stop() as stop:
-            train(settings, resume=args.resume, overwrite=args.overwrite, trainer=trainer, run=run, stop=stop)
-            print(f"curves: {settings.out / 'curves.png'}, model: {settings.out / 'model'}")
-            return 130 if stop() else 0
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-
-
-@contextmanager
-def asked_to_stop() -> Iterator[Callable[[], bool]]:
-    """Whether Ctrl-C, or SIGTERM, was given: the run ends after its step, with a checkpoint. A second one ends it at
-    once."""
-    asked = threading.Event()
-
-    def ask(number: int, _: object) -> None:
-        if asked.is_set():
-            raise KeyboardInterrupt
-        asked.set()
-
-    before = {each: signal.signal(each, ask) for each in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield asked.is_set
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
 
 
 if __name__ == "__main__":
-    sys.exit(main(Settings, "grpo_cpu.yaml"))
+    sys.exit(main(Settings, CONFIGS / "grpo_cpu.yaml", trainer=Trainer, run=Run))

@@ -54,6 +54,8 @@ from rollout.types import (
 
 CALL_S = 30.0
 """Deadline of a call that should answer at once, and grace of one with a timeout of its own."""
+STATE_S = 300.0
+"""Deadline of a call that carries all trajectories."""
 
 
 E = TypeVar("E", bound=StrEnum)
@@ -460,7 +462,7 @@ class AsyncRollout:
         Trajectories go on meanwhile. What this client got is not in it; what a call of another client or thread is
         about to get, or did not confirm by a later call, is.
         """
-        saved = await self._call(self._controller.saved, *self._handouts.last_words())
+        saved = await self._call(self._controller.saved, *self._handouts.last_words(), timeout_s=STATE_S)
         return to_state(saved, next_key=self._intake.next_key)
 
     async def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -473,7 +475,7 @@ class AsyncRollout:
         """
         saved, next_key = from_state(state)
         self._intake.check_saved(saved)
-        await self._call(self._controller.restore, saved)
+        await self._call(self._controller.restore, saved, timeout_s=STATE_S)
         self._intake.next_key = max(self._intake.next_key, next_key)
 
     async def add_workers(self, count: int = 1) -> tuple[WorkerId, ...]:

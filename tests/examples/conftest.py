@@ -28,6 +28,11 @@ def grpo(examples: None) -> ModuleType:
 
 
 @pytest.fixture(scope="session")
+def session(examples: None) -> ModuleType:
+    return importlib.import_module("session")
+
+
+@pytest.fixture(scope="session")
 def ppo(examples: None) -> ModuleType:
     return importlib.import_module("ppo")
 

@@ -4,6 +4,7 @@ To a run it looks as if it had started the service: it finds the model's weights
 """
 
 import contextlib
+import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -62,7 +63,7 @@ def marked(run: type[Any]) -> type[Any]:
 def train(
     monkeypatch: pytest.MonkeyPatch, service: Rollout, grpo: ModuleType, settings: Any, *, run: type[Any], **how: Any
 ) -> Path:
-    """`train` of the example, on this service."""
+    """`train` of the examples, on this service; returns where the curves were drawn."""
 
     @contextlib.contextmanager
     def start(config: Config) -> Iterator[Rollout]:
@@ -74,7 +75,8 @@ def train(
 
     with monkeypatch.context() as patch:
         patch.setattr(rollout, "start", start)
-        return grpo.train(settings, run=marked(run), **({"resume": False} | how))
+        importlib.import_module("session").train(settings, run=marked(run), **({"trainer": grpo.Trainer} | how))
+    return settings.out / "curves.png"
 
 
 def stored(out: Path) -> list[Stored]:
@@ -91,7 +93,8 @@ def checkpoint(out: Path) -> dict[str, Any]:
 
 def under_way(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """The trajectories in a checkpoint, by id."""
-    members = [member["trajectory"] for group in state["rollout"]["groups"] for member in group["members"]]
+    groups = state["run"]["rollout"]["groups"]
+    members = [member["trajectory"] for group in groups for member in group["members"]]
     return {each["trajectory_id"]: each for each in members}
 
 
@@ -103,8 +106,8 @@ def assert_sound(out: Path, *, steps: int, samples: int = SAMPLES) -> None:
     assert state["step"] == steps
     trained = [row.trajectory.trajectory_id for row in rows]
     left = list(under_way(state))
-    assert len(left) == state["under_way"] * samples
-    expected = [f"{prompt}/{sample}" for prompt in range(state["next_prompt"]) for sample in range(samples)]
+    assert len(left) == state["run"]["under_way"] * samples
+    expected = [f"{prompt}/{sample}" for prompt in range(state["run"]["next_prompt"]) for sample in range(samples)]
     assert sorted(trained + left) == sorted(expected)
     assert sorted({row.version for row in rows}) == list(range(steps))
     for row in rows:

@@ -7,15 +7,18 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, BinaryIO
 
 import pytest
 import ray
+import torch
 import yaml
 
+import rollout
 from rollout.client import Rollout
 from rollout.errors import ConfigError
+from rollout.types import SamplingParams
 from tests.examples.scene import (
     PROMPTS,
     SAMPLES,
@@ -61,29 +64,35 @@ SAME = (
 
 
 @pytest.fixture(scope="module")
-def whole(service: Rollout, grpo: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def whole(
+    service: Rollout, grpo: ModuleType, session: ModuleType, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Path]:
     """Where a run of all steps was, and a copy of what was there when it had written the checkpoint of step 2."""
     out = tmp_path_factory.mktemp("whole")
-    return out / "run", run_with_copy(service, grpo, out, partial=False)
+    return out / "run", run_with_copy(service, grpo, session, out, partial=False)
 
 
 @pytest.fixture(scope="module")
-def partial(service: Rollout, grpo: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def partial(
+    service: Rollout, grpo: ModuleType, session: ModuleType, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Path]:
     """The same `--partial`."""
     out = tmp_path_factory.mktemp("partial")
-    return out / "run", run_with_copy(service, grpo, out, partial=True)
+    return out / "run", run_with_copy(service, grpo, session, out, partial=True)
 
 
-def run_with_copy(service: Rollout, grpo: ModuleType, out: Path, **values: Any) -> Path:
-    class Copied(grpo.Run):
-        def save(self, step: int) -> None:
-            super().save(step)
-            if step == 2:
-                shutil.copytree(self.settings.out, out / "copy")
+def run_with_copy(service: Rollout, grpo: ModuleType, session: ModuleType, out: Path, **values: Any) -> Path:
+    save = session.save
+
+    def save_and_copy(state: Any, path: Path) -> None:
+        save(state, path)
+        if state["step"] == 2:
+            shutil.copytree(path.parent, out / "copy")
 
     settings = settings_of(grpo, service, out / "run", **values)
     with pytest.MonkeyPatch.context() as patch:
-        curves = train(patch, service, grpo, settings, run=Copied)
+        patch.setattr(session, "save", save_and_copy)
+        curves = train(patch, service, grpo, settings, run=grpo.Run)
     assert curves.read_bytes().startswith(b"\x89PNG")
     assert curves == out / "run" / "curves.png"
     return out / "copy"
@@ -102,7 +111,7 @@ def test_without_partial_a_step_trains_on_its_own_prompts_and_weights_only(whole
         assert int(row.trajectory.group_id) // PROMPTS == row.version
         assert not stale_spans(row.trajectory)
         assert not sum(each.recomputed_tokens for each in row.trajectory.resumes)
-    assert checkpoint(out)["under_way"] == 0
+    assert checkpoint(out)["run"]["under_way"] == 0
     for line in metrics(out):
         assert line["async/staleness_max"] == 0
         assert line["partial/max_partial_span"] == 0
@@ -228,11 +237,11 @@ def test_a_run_that_was_stopped_anywhere_in_a_step_goes_on(
                     super().step(step)
                     kill()
                 case "save":
-                    monkeypatch.setattr(grpo.torch, "save", torn)
+                    monkeypatch.setattr(torch, "save", torn)
             return super().step(step)
 
-    def torn(_: object, path: Path) -> None:
-        path.write_bytes(b"PK")
+    def torn(_: object, file: BinaryIO) -> None:
+        file.write(b"PK")
         raise Killed
 
     settings = settings_of(grpo, service, tmp_path, partial=True)
@@ -248,7 +257,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-import grpo
+import grpo, session
 
 class Ending(grpo.Run):
     def step(self, step):
@@ -256,8 +265,7 @@ class Ending(grpo.Run):
             self.store.append = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
         return super().step(step)
 
-settings, resume = grpo.settings_of(grpo.Settings, Path(sys.argv[2]), sys.argv[3:])
-grpo.train(settings, resume=resume, run=Ending)
+session.main(grpo.Settings, Path(sys.argv[2]), trainer=grpo.Trainer, run=Ending, words=sys.argv[3:])
 """
 
 
@@ -287,10 +295,10 @@ def test_a_killed_process_can_be_followed_by_one_that_resumes(
     assert_sound(out, steps=3)
 
 
-def test_there_is_nothing_to_go_on_from(grpo: ModuleType, model: Path, tmp_path: Path) -> None:
+def test_there_is_nothing_to_go_on_from(grpo: ModuleType, session: ModuleType, model: Path, tmp_path: Path) -> None:
     settings = grpo.Settings.model_validate(fields(service_config(model, "none", workers=1), tmp_path))
     with pytest.raises(ConfigError, match=r"checkpoint\.pt: there is no checkpoint"):
-        grpo.train(settings, resume=True)
+        session.train(settings, trainer=grpo.Trainer, run=grpo.Run, resume=True)
 
 
 def test_a_run_from_the_beginning_forgets_the_checkpoint_of_another(
@@ -310,12 +318,47 @@ def test_a_run_from_the_beginning_forgets_the_checkpoint_of_another(
         train(monkeypatch, service, grpo, settings, run=grpo.Run, resume=True)
 
 
-@pytest.mark.parametrize("sampling", [{"temperature": None}, {"temperature": 0.0}])
-def test_a_temperature_that_the_trainer_cannot_compute_with_is_refused(
-    service: Rollout, grpo: ModuleType, tmp_path: Path, sampling: dict[str, Any]
+def test_a_run_is_not_overwritten_unaware(
+    grpo: ModuleType, session: ModuleType, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    changed = service.config.sampling.model_copy(update=sampling)
-    config = service.config.model_copy(update={"sampling": changed})
-    settings = grpo.Settings.model_validate(fields(config, tmp_path))
-    with pytest.raises(ConfigError, match=r"rollout\.sampling: got .*temperature"):
+    config = service_config(model, "none", workers=1)
+    config["model"]["path"] = str(model)
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(fields(config, str(tmp_path))))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
+    assert session.main(grpo.Settings, tmp_path / "run.yaml", trainer=grpo.Trainer, run=grpo.Run, words=[]) == 2
+    assert "--overwrite" in capsys.readouterr().err
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 0}\n'
+
+
+def test_a_run_that_is_asked_to_stop_ends_after_its_step_with_a_checkpoint(
+    service: Rollout, grpo: ModuleType, session: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Asked(grpo.Run):
+        def step(self, step: int) -> dict[str, float]:
+            if step == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return super().step(step)
+
+    settings = settings_of(grpo, service, tmp_path)
+    with session.asked_to_stop() as stop:
+        train(monkeypatch, service, grpo, settings, run=Asked, stop=stop)
+    assert checkpoint(tmp_path)["step"] == 2
+    train(monkeypatch, service, grpo, settings, run=grpo.Run, resume=True)
+    assert_sound(tmp_path, steps=STEPS)
+    with rollout.start(service_config(tmp_path / "model", "trained", workers=1)) as trained:
+        trained.submit([[5, 6, 7]], n=1)
+        assert trained.next_groups(1)[0].trajectories[0].output_ids
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [{"temperature": 0.0}, {"top_k": 5}, {"top_p": 0.9}, {"min_new_tokens": 1}],
+    ids=lambda each: next(iter(each)),
+)
+def test_sampling_that_the_trainer_cannot_compute_with_is_refused(
+    grpo: ModuleType, model: Path, tmp_path: Path, sampling: dict[str, Any]
+) -> None:
+    settings = grpo.Settings.model_validate(fields(service_config(model, "none", workers=1), tmp_path))
+    service = SimpleNamespace(sampling=SamplingParams(**sampling))
+    with pytest.raises(ConfigError, match=rf"rollout\.sampling: got .*{next(iter(sampling))}"):
         grpo.Run(settings, service, grpo.Trainer(settings))

@@ -31,7 +31,7 @@ def test_ppo_goes_on_with_its_value_head(
     settings = ppo.PPOSettings.model_validate(fields(service.config, tmp_path, steps=2, **values))
     train(monkeypatch, service, grpo, settings, run=grpo.Run, trainer=ppo.PPOTrainer)
     assert_sound(tmp_path, steps=2, samples=1)
-    head = checkpoint(tmp_path)["trainer"]["value_head"]
+    head = checkpoint(tmp_path)["run"]["trainer"]["value_head"]
     assert head["bias"].any()
     loaded = []
 
@@ -44,7 +44,7 @@ def test_ppo_goes_on_with_its_value_head(
     train(monkeypatch, service, grpo, more, run=grpo.Run, trainer=Restored, resume=True)
     assert_sound(tmp_path, steps=3, samples=1)
     assert all(loaded[0][name].equal(head[name]) for name in head)
-    assert not checkpoint(tmp_path)["trainer"]["value_head"]["bias"].equal(head["bias"])
+    assert not checkpoint(tmp_path)["run"]["trainer"]["value_head"]["bias"].equal(head["bias"])
     for line in metrics(tmp_path):
         assert line["mismatch/ratio_mean"] == pytest.approx(1, abs=1e-4)
         assert line["train/value_loss"] > 0
@@ -94,7 +94,7 @@ def test_generation_goes_on_while_the_trainer_computes(
     assert_sound(tmp_path, steps=STEPS)
     assert live == list(range(STEPS))
     assert service.stats().weights.version == STEPS
-    assert checkpoint(tmp_path)["under_way"] == round(PROMPTS * ahead)
+    assert checkpoint(tmp_path)["run"]["under_way"] == round(PROMPTS * ahead)
     rows = stored(tmp_path)
     for line, step in zip(metrics(tmp_path), range(STEPS), strict=True):
         lags = [step - by for row in rows if row.version == step for by in sampled_by(row.trajectory)]

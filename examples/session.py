@@ -1,0 +1,146 @@
+"""What a training run consists of around its loop: the command line, checkpoints, metrics, how it ends.
+
+The algorithm is elsewhere: `main` is given a trainer, and a run whose `step` makes one turn of the loop.
+"""
+
+import argparse
+import os
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import PositiveInt
+from rich.progress import Progress
+
+import rollout
+from rollout.config import Config, Section, load_file
+from rollout.errors import ConfigError
+from rollout.training.recorder import Recorder
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+
+
+class SessionSettings(Section):
+    """What every run needs."""
+
+    rollout: Config
+    """Of the service, with whose model the trainer begins."""
+    steps: PositiveInt = 45
+    checkpoint_every: PositiveInt = 15
+    """Steps."""
+    out: Path
+    """Metrics, curves, trajectories, the checkpoint, and the model at the end."""
+
+
+def train(
+    settings: Any,
+    *,
+    trainer: type[Any],
+    run: type[Any],
+    resume: bool = False,
+    overwrite: bool = False,
+    stop: Callable[[], bool] = lambda: False,
+) -> None:
+    """Train from the first step, or from the checkpoint, to the last one, or until `stop` says so."""
+    checkpoint = settings.out / "checkpoint.pt"
+    if resume and not checkpoint.exists():
+        raise ConfigError(f"{checkpoint}: there is no checkpoint to go on from; --resume is for a run that wrote one")
+    if not (resume or overwrite) and (settings.out / "metrics.jsonl").exists():
+        raise ConfigError(f"{settings.out}: holds a run; --resume goes on with it, --overwrite begins again")
+    learner = trainer(settings)
+    state = torch.load(checkpoint, weights_only=True, mmap=True) if resume else None
+    first = state["step"] if state else 0
+    with rollout.start(settings.rollout) as service:
+        loop = run(settings, service, learner)
+        with Recorder(settings.out, first_step=first) as recorder, Progress() as progress:
+            if state is None:
+                checkpoint.unlink(missing_ok=True)
+            loop.store.discard(from_version=first)  # what was done after the checkpoint is done again
+            if state is not None:
+                loop.load_state_dict(state["run"], live=first)
+            for step in progress.track(range(first, settings.steps), description="training"):
+                metrics = loop.step(step)
+                recorder.log(step, metrics)
+                progress.console.print(recorder.summary(step, metrics), soft_wrap=True)
+                last = step + 1 == settings.steps or stop()
+                if last or (step + 1) % settings.checkpoint_every == 0:
+                    save({"step": step + 1, "run": loop.state_dict()}, checkpoint)
+                    recorder.plot()
+                if last:
+                    break
+    export(learner.model, settings)
+
+
+def save(state: dict[str, Any], path: Path) -> None:
+    """Write a checkpoint, whole or not at all."""
+    partial = path.with_suffix(".partial")
+    with partial.open("wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def export(model: Any, settings: SessionSettings) -> None:
+    """Write the model, with its tokenizer, as Hugging Face and `rollout run` read it."""
+    model.save_pretrained(settings.out / "model")
+    for pattern in ("tokenizer*", "special_tokens*", "chat_template*", "vocab*", "merges*"):
+        for file in settings.rollout.model.path.glob(pattern):
+            shutil.copy(file, settings.out / "model")
+
+
+def main(
+    kind: type[SessionSettings],
+    config: Path,
+    *,
+    trainer: type[Any],
+    run: type[Any],
+    words: Sequence[str] | None = None,
+) -> int:
+    """Of the command line `words`, with `config` where it names none; returns the exit code."""
+    parser = argparse.ArgumentParser(description="See the head of the file, and configs/ for what can be set.")
+    parser.add_argument("--config", type=Path, default=config)
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--seed", type=int, help="of the prompts and of all draws")
+    parser.add_argument("--partial", action="store_true", help="leave what is not finished to the next step")
+    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
+    parser.add_argument("--overwrite", action="store_true", help="begin again although --out holds a run")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--set", action="append", default=[], metavar="a.b=value", dest="overrides")
+    args = parser.parse_args(words)
+    chosen = {"steps": args.steps, "rollout.run.seed": args.seed, "out": args.out, "partial": args.partial or None}
+    overrides = [f"{name}={value}" for name, value in chosen.items() if value is not None]
+    try:
+        settings = load_file(kind, args.config, overrides + args.overrides)
+        with asked_to_stop() as stop:
+            train(settings, trainer=trainer, run=run, resume=args.resume, overwrite=args.overwrite, stop=stop)
+            print(f"curves: {settings.out / 'curves.png'}, model: {settings.out / 'model'}")
+            return 130 if stop() else 0
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+@contextmanager
+def asked_to_stop() -> Iterator[Callable[[], bool]]:
+    """Whether Ctrl-C, or SIGTERM, was given: the run ends after its step, with a checkpoint. A second one ends it at
+    once."""
+    asked = threading.Event()
+
+    def ask(number: int, _: object) -> None:
+        if asked.is_set():
+            raise KeyboardInterrupt
+        asked.set()
+
+    before = {each: signal.signal(each, ask) for each in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield asked.is_set
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
