@@ -84,6 +84,7 @@ class Task:
 
     def __init__(self, settings: Settings) -> None:
         endless = dict(settings.options) | {"seed": settings.rollout.run.seed, "size": 1 << 30}
+        self.name = f"{settings.dataset} {endless}, {settings.samples} samples a prompt"
         self._dataset = reasoning_gym.create_dataset(settings.dataset, **endless)
         self.next = 0
 
@@ -304,11 +305,13 @@ class Run:
 
     def state_dict(self) -> dict[str, Any]:
         """All that a checkpoint needs, partial trajectories and their tokens included."""
-        progress = {"next_prompt": self.task.next, "under_way": self.under_way}
+        progress = {"task": self.task.name, "next_prompt": self.task.next, "under_way": self.under_way}
         return progress | {"trainer": self.trainer.state_dict(), "rollout": self.service.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any], live: int) -> None:
         """Go on from there with a new service, whose weights get their version again first."""
+        if state["task"] != self.task.name:
+            raise ConfigError(f"the checkpoint is of {state['task']}, allowed: {self.task.name}")
         self.task.next, self.under_way = state["next_prompt"], state["under_way"]
         self.trainer.load_state_dict(state["trainer"])
         self.service.update_weights(self.trainer.weights(), version=live)

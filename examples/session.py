@@ -4,6 +4,7 @@ The algorithm is elsewhere: `main` is given a trainer, and a run whose `step` ma
 """
 
 import argparse
+import json
 import os
 import shutil
 import signal
@@ -115,7 +116,7 @@ def main(
     parser.add_argument("--set", action="append", default=[], metavar="a.b=value", dest="overrides")
     args = parser.parse_args(words)
     chosen = {"steps": args.steps, "rollout.run.seed": args.seed, "out": args.out, "partial": args.partial or None}
-    overrides = [f"{name}={value}" for name, value in chosen.items() if value is not None]
+    overrides = [f"{name}={json.dumps(value, default=str)}" for name, value in chosen.items() if value is not None]
     try:
         settings = load_file(kind, args.config, overrides + args.overrides)
         with asked_to_stop() as stop:

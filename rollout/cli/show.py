@@ -96,11 +96,11 @@ class _Console(Console):
 
 def _print(rows: "Iterator[Stored]", args: argparse.Namespace, tokenizer: "Tokenizer | None") -> None:
     console = _Console(highlight=False, soft_wrap=True)
-    shown = more = 0
+    shown, more = 0, False
     for row in rows:
         if args.limit and shown == args.limit:
-            more += 1
-            continue
+            more = True
+            break  # all of a store may take minutes
         shown += 1
         if args.json:
             sys.stdout.write(json.dumps(_object(row, tokenizer)) + "\n")
@@ -109,7 +109,7 @@ def _print(rows: "Iterator[Stored]", args: argparse.Namespace, tokenizer: "Token
                 console.print(line)
     notes = sys.stderr if args.json else sys.stdout
     if more:
-        notes.write(f"{more} more match; --limit 0 shows all\n")
+        notes.write("more match; --limit 0 shows all\n")
     if not shown:
         notes.write("nothing matches\n")
 

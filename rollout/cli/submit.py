@@ -74,6 +74,7 @@ def _submit(args: argparse.Namespace) -> int:
             job = server.submit(package.entrypoint, archive, args.submission_id or f"rollout-{secrets.token_hex(6)}")
             size = f"{filesize.decimal(len(archive))} in {len(package.files)} files"
             _say(f"job {job.job_id} at {server.address}: {package.entrypoint} ({size})")
+            _say(f"uploaded: {', '.join(package.named_files)}")
             if args.no_wait and not interrupt.requested:
                 return 0
             end = asyncio.run(

@@ -6,8 +6,8 @@ Uploaded, each at the same place below the job's working directory as below the 
 2. files of `FILE_BYTES` at most that the job's arguments name, or an uploaded YAML file under `path`, or an uploaded
    script, as a whole string or as `Path(__file__).parent / "name"`.
 
-Directories and larger files that are named are not uploaded: their paths become absolute, and must be readable on the
-nodes. Paths of outputs (`--out`, `--json`, `out`) become absolute, too, since Ray deletes a job's working directory.
+Directories, larger files and hidden ones that are named are not uploaded: their paths become absolute, and must be
+readable on the nodes. Paths of outputs (`--out`, `--json`, `out`) become absolute, too, since Ray deletes a job's working directory.
 """
 
 import os
@@ -48,6 +48,11 @@ class Package:
     """Absolute paths of what is named and was not uploaded."""
     outputs: tuple[str, ...]
     """Absolute paths of what the job writes."""
+
+    @property
+    def named_files(self) -> list[str]:
+        """Those that are not of this package."""
+        return sorted(place for place in self.files if PurePosixPath(place).parts[0] != OWN)
 
     def archive(self) -> bytes:
         """As a zip file; the same files give the same bytes."""
@@ -157,7 +162,7 @@ class _Stage:
         if not _exists(source):
             return text
         place = self.place(source)
-        if not Path(text).is_absolute() and place is not None and _is_small(source):
+        if not Path(text).is_absolute() and place is not None and _is_small(source) and not _is_hidden(place):
             self._add(source, place)
             return text
         absolute = os.path.abspath(source)
@@ -225,7 +230,7 @@ class _Stage:
         self._constants = script.constants(self._constants)
         for file in script.files(self._here, self._constants):
             inside = self.place(file)
-            if inside is not None and _is_small(file):
+            if inside is not None and _is_small(file) and not _is_hidden(inside):
                 self._add(file, inside)
 
     def _add_module(self, name: str, root: Path) -> None:
@@ -258,6 +263,11 @@ def _exists(path: Path) -> bool:
         return path.exists()
     except OSError:  # too long for a name
         return False
+
+
+def _is_hidden(place: str) -> bool:
+    """Such files may hold secrets."""
+    return any(part.startswith(".") for part in PurePosixPath(place).parts)
 
 
 def _is_small(path: Path) -> bool:

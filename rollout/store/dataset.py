@@ -41,7 +41,8 @@ class TrajectoryStore:
         if directory.exists() and not directory.is_dir():
             raise ConfigError(f"{directory}: cannot hold trajectories: it is not a directory")
         self._directory = directory
-        self._opened = False
+        self._next: int | None = None
+        """Number of the next file; None: nothing was appended yet."""
 
     def append(
         self, trajectories: Iterable[Trajectory], *, version: int, rewards: Sequence[float | None] | None = None
@@ -86,6 +87,8 @@ class TrajectoryStore:
         late = [part for part in self._parts() if part.version >= from_version]
         for part in sorted(late, reverse=True):
             part.path.unlink(missing_ok=True)
+        for partition in {part.path.parent for part in late}:
+            sync(partition)
         return len(late)
 
     def _parts(self) -> "Iterator[_Part]":
@@ -102,7 +105,7 @@ class TrajectoryStore:
 
     def _open(self) -> None:
         """Make the directory, and remove what dead writers left there."""
-        if self._opened:
+        if self._next is not None:
             return
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
@@ -112,7 +115,7 @@ class TrajectoryStore:
         for partial in self._directory.glob(f".part-*.{socket.gethostname()}.partial"):
             with contextlib.suppress(OSError):  # its writer lives, or has just published it
                 _remove_if_dead(partial)
-        self._opened = True
+        self._next = max((part.number for part in self._parts()), default=-1) + 1
 
     @contextlib.contextmanager
     def _partial(self) -> Iterator[Path]:
@@ -132,9 +135,10 @@ class TrajectoryStore:
             os.close(descriptor)
 
     def _publish(self, partial: Path, version: Version) -> Path:
-        number = max((part.number for part in self._parts()), default=-1) + 1
+        assert self._next is not None, f"{self._directory}: appended to before it was opened"
         # Two that append at once may get the same number, but not the same name.
-        path = self._directory / f"version={version}" / f"part-{number:08}-{secrets.token_hex(8)}.parquet"
+        path = self._directory / f"version={version}" / f"part-{self._next:08}-{secrets.token_hex(8)}.parquet"
+        self._next += 1
         path.parent.mkdir(exist_ok=True)
         partial.replace(path)
         sync(path.parent)

