@@ -52,7 +52,7 @@ soak: $(VENV)/.installed-dev $(VENV)/.installed-wheel
 	$(BIN)/pytest -m soak tests --soak-seed=$(SEED) --soak-duration=$(DURATION)
 
 $(VENV)/.installed-demo: $(PINS) | $(BIN)/pip
-	$(PIP) install -c constraints.txt -e '.[demo]'
+	$(PIP) install -c constraints.txt -e '.[train]'
 	touch $@
 
 $(VENV)/.installed-dev: $(PINS) | $(BIN)/pip

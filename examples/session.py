@@ -65,6 +65,7 @@ def train(
             loop.store.discard(from_version=first)  # what was done after the checkpoint is done again
             if state is not None:
                 loop.load_state_dict(state["run"], live=first)
+            recorder.plot()  # or it is refused before anything was trained
             for step in progress.track(range(first, settings.steps), description="training"):
                 metrics = loop.step(step)
                 recorder.log(step, metrics)

@@ -7,7 +7,8 @@ Uploaded, each at the same place below the job's working directory as below the 
    script, as a whole string or as `Path(__file__).parent / "name"`.
 
 Directories, larger files and hidden ones that are named are not uploaded: their paths become absolute, and must be
-readable on the nodes. Paths of outputs (`--out`, `--json`, `out`) become absolute, too, since Ray deletes a job's working directory.
+readable on the nodes. Paths of outputs (`--out`, `--json`, `out`) become absolute, too, since Ray deletes a job's
+working directory.
 """
 
 import os
