@@ -197,20 +197,33 @@ class Fleet:
         """Take those that start now out of the queue, one after the other, each with the worker it starts on. `among`
         names all of training that may start, where these are few.
 
-        A start may only make `may_start` refuse more. With `prefer_other`, room goes first to trajectories that left
-        another worker; no room stays empty for that.
+        A start may only make `may_start` refuse more. With `prefer_other`, room goes first to those that left another
+        worker, among evaluation and then among training; no room stays empty for that.
         """
-        free = self._free()
-        if not free or not self._queue or self.paused or self.held:
+        if not self._queue or self.paused or self.held:
             return
-        if self._prefer_other:
-            for record in self._in_turn(among):
-                others = [worker for worker in free if worker.worker_id != record.worker]
-                if record.workers and self._home(record) is None and others and may_start(record):
-                    yield self._assign(record, self._choose(record, others))
-                    if not (free := self._free()):
-                        return
-        for record in self._in_turn(among):
+        for priority in Priority:
+            if self._prefer_other:
+                yield from self._starts_elsewhere(priority, among, may_start)
+            yield from self._starts_anywhere(priority, among, may_start, now)
+
+    def _starts_elsewhere(
+        self, priority: Priority, among: Iterable[Record] | None, may_start: Callable[[Record], bool]
+    ) -> Iterator[tuple[Record, Worker]]:
+        """Of those that left a worker, on another one."""
+        free = self._free()
+        for record in self._in_turn(priority, among) if free else ():
+            others = [worker for worker in free if worker.worker_id != record.worker]
+            if record.workers and self._home(record) is None and others and may_start(record):
+                yield self._assign(record, self._choose(record, others))
+                if not (free := self._free()):
+                    return
+
+    def _starts_anywhere(
+        self, priority: Priority, among: Iterable[Record] | None, may_start: Callable[[Record], bool], now: float
+    ) -> Iterator[tuple[Record, Worker]]:
+        free = self._free()
+        for record in self._in_turn(priority, among) if free else ():
             if not may_start(record):
                 continue
             home, best = self._home(record), self._choose(record, free)
@@ -241,16 +254,17 @@ class Fleet:
         """Queued, and to go first."""
         return list(itertools.takewhile(lambda record: record.priority is Priority.EVAL, self._queue))
 
-    def _in_turn(self, among: Iterable[Record] | None) -> list[Record]:
-        if among is None:
-            queue = list(self._queue)
+    def _in_turn(self, priority: Priority, among: Iterable[Record] | None) -> list[Record]:
+        if priority is Priority.EVAL:
+            queue = self.evaluation
+        elif among is None:
+            queue = self._queue[len(self.evaluation) :]
         else:
-            queued = (record for record in among if record.phase is Phase.QUEUED)
-            queue = [*self.evaluation, *sorted(queued, key=_order)]
+            queue = sorted((record for record in among if record.phase is Phase.QUEUED), key=_order)
         if self._to_go is None:
             return queue
         to_go = self._to_go
-        return sorted(queue, key=lambda record: (_order(record)[0], -to_go(record), record.order))
+        return sorted(queue, key=lambda record: (-to_go(record), record.order))
 
     def _home(self, record: Record) -> Worker | None:
         return self._workers.get(record.home.worker) if record.home is not None else None

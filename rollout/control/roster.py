@@ -98,7 +98,7 @@ class Roster:
         full = self._full
 
         def may_start(record: Record) -> bool:
-            return self._may_start(record, full=full)
+            return self.may_start(record, full=full)
 
         among = self.groups.begun_and_queued() if full else None
         for record, worker in self.fleet.starts(may_start, now, among=among):
@@ -112,8 +112,8 @@ class Roster:
         window = self.window
         return window is not None and self.groups.under_way >= window
 
-    def _may_start(self, record: Record, *, full: bool) -> bool:
-        """With a `full` window no training group begins."""
+    def may_start(self, record: Record, *, full: bool) -> bool:
+        """Whether a queued trajectory lacks nothing but a place; with a `full` window no training group begins."""
         if not (record.group.submission.admits(self.versions.live.version) or waits_for_kv_only(record)):
             return False
         if full and record.priority is Priority.TRAIN and not self.groups.has_begun(record.group):

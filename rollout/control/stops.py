@@ -96,7 +96,7 @@ class Stops:
         leaving = [record for record in running if record.intent is not None]
         able = [record for record in running if record.intent is None and record.priority is Priority.TRAIN]
         able.sort(key=lambda record: -record.order)
-        waiting = [record for record in evaluation if _lacks_a_place(record)]
+        waiting = [record for record in evaluation if self._lacks_only_a_place(record)]
         commands: list[Command] = []
         for record in sorted(waiting, key=lambda record: record.home is None):
             made = _in_reach(record, leaving)
@@ -106,6 +106,9 @@ class Stops:
                 able.remove(youngest)
                 commands += self.fire(youngest, AbortReason.PRIORITY, now)
         return commands
+
+    def _lacks_only_a_place(self, record: Record) -> bool:
+        return record.intent is None and self._roster.may_start(record, full=False)
 
     # Collecting ---------------------------------------------------------------------------------------
 
@@ -154,12 +157,6 @@ class Stops:
             if not idle and (record.intent is None or record.intent.then is Then.REQUEUE):
                 commands += self.stop(record, intent, now)
         return commands
-
-
-def _lacks_a_place(record: Record) -> bool:
-    """And nothing else; tokens of its group, that is."""
-    left = record.group.budget_left
-    return record.intent is None and (left is None or left > 0)
 
 
 def _in_reach(record: Record, running: Sequence[Record]) -> Record | None:

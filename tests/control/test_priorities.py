@@ -1,7 +1,9 @@
 """Evaluation goes first: it takes the places of the youngest training trajectories, which lose nothing."""
 
+import pytest
+
 from rollout.control.commands import Export
-from rollout.types import AbortReason, Keep, Phase, Priority
+from rollout.types import AbortReason, Keep, Phase, Priority, Version
 from tests.control.stage import W1, W2, Stage, member, started, stopped, submission
 
 
@@ -181,5 +183,37 @@ def test_it_waits_for_its_home_without_stopping_more_than_one() -> None:
     assert stage.running == {member("t0")}
     assert stopped(stage.resume(member("e"))) == [member("t0")]
     assert stage.wait(1.0) == []
+    stage.answer_all()
+    assert stage.running == {member("e")}
+
+
+@pytest.mark.parametrize("kept", [Keep.NONE, Keep.HOST])
+def test_no_training_that_prefers_another_worker_takes_the_place_that_was_made(kept: Keep) -> None:
+    """It would be stopped in turn, while what gave way prefers the place of yet another, and so for ever."""
+    stage = Stage(W1, W2, room=1, resume={"prefer": "other"})
+    stage.evaluate("e")
+    stage.sample(member("e"), 3)
+    stage.submit("t0")
+    assert (stage.record(member("e")).worker, stage.record(member("t0")).worker) == (W1, W2)
+    stage.hold(member("t0"))
+    stage.submit("t1")  # on w2
+    stage.hold(member("e"), keep=kept)
+    stage.submit("t2")  # on w1
+    stage.resume(member("t0"))
+    before = len(stage.commands)
+    stage.resume(member("e"))
+    stage.answer_all()
+    assert stage.running == {member("t1"), member("e")}
+    assert stopped(stage.commands[before:]) == [member("t2")]
+
+
+def test_nobody_gives_way_for_one_that_has_to_wait_for_a_version() -> None:
+    """Training would take the place again, and be stopped again, until that is live."""
+    stage = Stage(W1, room=1)
+    stage.submit("t")
+    stage.submit("e", priority=Priority.EVAL, min_version=Version(1))
+    assert stage.wait(1.0) == []
+    assert stopped(stage.commands) == []
+    assert stopped(stage.live(1)) == [member("t")]
     stage.answer_all()
     assert stage.running == {member("e")}
