@@ -59,12 +59,12 @@ def train(
     first = state["step"] if state else 0
     with rollout.start(settings.rollout) as service:
         loop = run(settings, service, learner)
+        if state is not None:
+            loop.load_state_dict(state["run"], live=first)
         with Recorder(settings.out, first_step=first) as recorder, Progress() as progress:
             if state is None:
                 checkpoint.unlink(missing_ok=True)
             loop.store.discard(from_version=first)  # what was done after the checkpoint is done again
-            if state is not None:
-                loop.load_state_dict(state["run"], live=first)
             recorder.plot()  # or it is refused before anything was trained
             for step in progress.track(range(first, settings.steps), description="training"):
                 metrics = loop.step(step)

@@ -350,6 +350,17 @@ def test_a_run_that_is_asked_to_stop_ends_after_its_step_with_a_checkpoint(
         assert trained.next_groups(1)[0].trajectories[0].output_ids
 
 
+def test_a_checkpoint_of_another_task_is_refused(
+    whole: tuple[Path, Path], service: Rollout, grpo: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, _ = whole
+    other = settings_of(grpo, service, out, options={"min_terms": 3}).model_copy(update={"steps": STEPS + 1})
+    before = (out / "metrics.jsonl").read_bytes()
+    with pytest.raises(ConfigError, match=r"checkpoint is of chain_sum .*, allowed: chain_sum .*min_terms"):
+        train(monkeypatch, service, grpo, other, run=grpo.Run, resume=True)
+    assert (out / "metrics.jsonl").read_bytes() == before
+
+
 @pytest.mark.parametrize(
     "sampling",
     [{"temperature": 0.0}, {"top_k": 5}, {"top_p": 0.9}, {"min_new_tokens": 1}],

@@ -221,6 +221,25 @@ def test_the_update_of_ppo_is_that_of_a_loop_over_trajectories(ppo: ModuleType, 
     assert metrics["train/value_loss"] == pytest.approx(sum(value_losses) / len(value_losses), rel=1e-3)
 
 
+def test_the_learning_rate_warms_up_and_is_that_of_the_settings(ppo: ModuleType, model: Path, tmp_path: Path) -> None:
+    """After a checkpoint of other settings, too."""
+    settings = ppo.PPOSettings.model_validate(
+        fields(model, warmup=4, learning_rate=1e-3, value_learning_rate=1e-2, minibatches=2)
+    )
+    batch, rewards = Batch.of(random_trajectories(0, [4])), [[1.0, 0.0, 0.0, 0.5]]
+
+    def rates(trainer: Any) -> list[float]:
+        trainer.update(batch, rewards, live=LIVE)
+        return [group["lr"] for group in trainer.optimizer.param_groups]
+
+    trainer = ppo.PPOTrainer(settings)
+    assert rates(trainer) == pytest.approx([0.5e-3, 0.5e-2])
+    other = ppo.PPOTrainer(settings.model_copy(update={"learning_rate": 4e-3}))
+    other.load_state_dict(trainer.state_dict())
+    assert rates(other) == pytest.approx([4e-3, 1e-2])
+    assert rates(other) == pytest.approx([4e-3, 1e-2])
+
+
 def test_one_token_is_enough_for_ppo(ppo: ModuleType, model: Path) -> None:
     """Its advantage has no spread."""
     trainer = ppo.PPOTrainer(ppo.PPOSettings.model_validate(fields(model)))

@@ -103,6 +103,17 @@ def test_a_directory_that_cannot_be_is_refused(tmp_path: Path) -> None:
         TrajectoryStore(tmp_path / "none").read()
 
 
+def test_what_is_done_again_is_forgotten_first(tmp_path: Path) -> None:
+    assert TrajectoryStore(tmp_path / "not there").discard(from_version=0) == 0
+    store = TrajectoryStore(tmp_path)
+    for version in (3, 5, 4, 5, 6):
+        store.append([trajectory(version)], version=version)
+    assert TrajectoryStore(tmp_path).discard(from_version=5) == 3
+    assert store.read() == [stored(3, 3), stored(4, 4)]
+    store.append([trajectory(7)], version=5)
+    assert TrajectoryStore(tmp_path).read() == [stored(3, 3), stored(4, 4), stored(7, 5)]
+
+
 def test_a_damaged_part_is_named(tmp_path: Path) -> None:
     store = TrajectoryStore(tmp_path)
     path = store.append([trajectory()], version=0)

@@ -130,6 +130,12 @@ def test_the_service_is_told_by_the_difference_of_two_snapshots() -> None:
     assert since_start["perf/tokens_per_s"] == 80.0
 
 
+def test_what_the_service_did_may_have_taken_longer_than_the_driver_waited() -> None:
+    found = metrics([], before=stats(tokens=10), after=stats(tokens=50), seconds=2.0, between_s=8.0)
+    assert found["perf/tokens_per_s"] == 5.0
+    assert found["perf/rollout_time"] == 2.0
+
+
 def test_what_does_not_apply_is_absent() -> None:
     assert metrics([]) == {"rollout/trajectories": 0, "perf/rollout_time": 2.0}
     nothing_written = metrics(
