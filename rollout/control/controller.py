@@ -31,6 +31,7 @@ from rollout.control.roster import Roster
 from rollout.control.saved import Saved
 from rollout.control.stops import Stops
 from rollout.control.submission import Submission
+from rollout.control.succession import check_restorable, restore_groups, save_groups
 from rollout.control.suspension import Suspensions
 from rollout.control.updates import Updates
 from rollout.errors import UnknownWorkerError
@@ -113,17 +114,17 @@ class Controller:
 
     def saved(self, now: float) -> Saved:
         """Everything that is not known to have arrived at a driver, with its tokens so far."""
-        return self._groups.saved(now)
+        return save_groups(self._groups, self.weights.version, now)
 
     def restore(self, saved: Saved, now: float) -> list[Command]:
         """Go on with what another controller knew: what was held is held, all else waits for a worker.
 
         Raises `DuplicateKeyError` if a group of that name is here, and nothing changes.
         """
-        self._groups.check_saved(saved)
+        check_restorable(self._groups, saved)
         commands: list[Command] = []
         before, live = self.accounts().submitted, self.weights.version
-        groups = self._groups.restore(saved, now)
+        groups = restore_groups(self._groups, saved, now)
         self._roster.tally["trajectories"] += self.accounts().submitted - before
         restored = [record for group in groups for record in group.members]
         for record, was in zip(restored, (each for group in saved.groups for each in group.members), strict=True):

@@ -5,19 +5,11 @@ Everything submitted is accounted for at any time (`accounts`).
 """
 
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from rollout.control.lifecycle import ON_WORKER
 from rollout.control.pooled import Pooled
 from rollout.control.records import Batch, Group, Record
-from rollout.control.saved import (
-    Saved,
-    SavedGroup,
-    restored_batch,
-    restored_member,
-    saved_batch,
-    saved_member,
-)
 from rollout.control.submission import Submission
 from rollout.control.versions import Versions
 from rollout.errors import DuplicateKeyError, UnsatisfiableVersionError
@@ -46,10 +38,11 @@ class Groups:
         """Handed out to a call that was abandoned."""
         self._abandoned: set[str] = set()
         """Calls that are still under way although nobody waits for them."""
-        self._submitted = 0
         self._acknowledged = 0
         self._dropped: Counter[AbortReason] = Counter()
-        self._epoch = 0
+        self.submitted = 0
+        """Trajectories, ever: where the order of the next one begins."""
+        self.epoch = 0
         """The highest of any group that was handed out: where a key that is used again begins."""
 
     # Submission ---------------------------------------------------------------------------------------
@@ -84,17 +77,34 @@ class Groups:
                 trajectory_id=trajectory_id,
                 group=group,
                 sample_index=index,
-                order=self._submitted + index,
+                order=self.submitted + index,
                 seed=seed,
                 pooled=Pooled(trajectory_id),
-                epoch=self._epoch,
+                epoch=self.epoch,
             )
             group.members.append(record)
-            self._records[trajectory_id] = batch.open[trajectory_id] = record
-        self._submitted += len(group.members)
         batch.size += len(group.members)
-        self._groups[submission.group_id] = group
+        self.enter(group)
         return group
+
+    def enter(self, group: Group) -> None:
+        """A group is here from now on, with all its members, of which some may be over, or have arrived at a driver."""
+        self._groups[group.group_id] = group
+        self.submitted += len(group.members)
+        self._acknowledged += len(group.handed)
+        for record in group.members:
+            self._records[record.trajectory_id] = record
+            if not record.over:
+                group.batch.open[record.trajectory_id] = record
+            elif record.phase is Phase.DROPPED and record.abort_reason is not None:
+                self._dropped[record.abort_reason] += 1
+
+    def __iter__(self) -> Iterator[Group]:
+        """In the order in which they were submitted."""
+        return iter(self._groups.values())
+
+    def find(self, group_id: GroupId) -> Group | None:
+        return self._groups.get(group_id)
 
     def get(self, trajectory_id: TrajectoryId) -> Record | None:
         return self._records.get(trajectory_id)
@@ -186,9 +196,9 @@ class Groups:
             self._forget(group)
         elif group.submission.partial:
             if group.group_id not in self._complete and (group.over or record.phase is not Phase.DROPPED):
-                self._complete.append(group.group_id)
+                self.offer(group)
         elif group.over:
-            self._complete.append(group.group_id)
+            self.offer(group)
 
     # Handing out --------------------------------------------------------------------------------------
 
@@ -246,104 +256,41 @@ class Groups:
             else:
                 self._abandoned.add(call)
 
+    @property
+    def handed(self) -> list[Delivery]:
+        """Handed out, and it is not known whether they arrived."""
+        return [delivery for handed in self._handed.values() for delivery in handed]
+
+    @property
+    def returned(self) -> Sequence[Delivery]:
+        """To be handed out again."""
+        return self._returned
+
+    def offer(self, group: Group) -> None:
+        """There is something of it to hand out, after what was ready before."""
+        self._complete.append(group.group_id)
+
+    def take_back(self, delivery: Delivery) -> None:
+        """Another service handed it out, and it did not arrive."""
+        self.submitted += len(delivery.trajectories) + len(delivery.dropped)
+        self._dropped.update(one.abort_reason for one in delivery.dropped if one.abort_reason is not None)
+        self._returned.append(delivery)
+
     def accounts(self) -> Accounts:
         """Where everything is that was ever submitted, counted from what there is."""
         phases = Counter(record.phase for record in self._records.values())
         early = sum(len(group.handed) for group in self._groups.values())
         returned = sum(len(delivery.trajectories) for delivery in self._returned)
         return Accounts(
-            submitted=self._submitted,
+            submitted=self.submitted,
             queued=phases[Phase.QUEUED],
             active=sum(phases[phase] for phase in ON_WORKER) + phases[Phase.SUSPENDING],
             suspended=phases[Phase.SUSPENDED],
             buffered=phases[Phase.FINISHED] + phases[Phase.FAILED] - early + returned,
-            delivered=sum(len(delivery.trajectories) for handed in self._handed.values() for delivery in handed),
+            delivered=sum(len(delivery.trajectories) for delivery in self.handed),
             acknowledged=self._acknowledged,
             dropped={reason: count for reason, count in self._dropped.items() if count},
         )
-
-    # Outliving the service ----------------------------------------------------------------------------
-
-    def saved(self, now: float) -> Saved:
-        """Everything that is not known to have arrived at a driver."""
-        handed = [delivery for handed in self._handed.values() for delivery in handed]
-        undelivered = [*self._returned, *handed]
-        # Of a group that goes on, what was handed out early is still with the group.
-        early = [delivery for delivery in undelivered if self._goes_on(delivery)]
-        missed = {one.trajectory_id for delivery in early for one in delivery.trajectories}
-        batches = list({id(group.batch): group.batch for group in self._groups.values()}.values())
-        numbers = {id(batch): number for number, batch in enumerate(batches)}
-        return Saved(
-            version=self._versions.live.version,
-            batches=tuple(saved_batch(batch) for batch in batches),
-            groups=tuple(
-                SavedGroup(
-                    submission=group.submission,
-                    batch=numbers[id(group.batch)],
-                    age_s=now - group.submitted_at,
-                    members=tuple(saved_member(record) for record in group.members),
-                    handed=tuple(sorted(group.handed - missed)),
-                    error=group.error,
-                )
-                for group in self._groups.values()
-            ),
-            deliveries=tuple(delivery for delivery in undelivered if not self._goes_on(delivery)),
-        )
-
-    def _goes_on(self, delivery: Delivery) -> bool:
-        """Whether it is of a group that is here, and not of an earlier one of that key."""
-        group = self._groups.get(delivery.group_id)
-        if group is None or delivery.complete:
-            return False
-        return all(one.submitted_at == group.submitted_at for one in delivery.trajectories)
-
-    def check_saved(self, saved: Saved) -> None:
-        """Raises `DuplicateKeyError` if one has the id of a group that is here, or is to be handed out again."""
-        returned = {delivery.group_id for delivery in self._returned}
-        here = [group.submission.group_id for group in saved.groups if group.submission.group_id in self._groups]
-        here += [delivery.group_id for delivery in saved.deliveries if delivery.group_id in returned]
-        if here:
-            raise DuplicateKeyError(f"key {here[0]!r} is in use by a group that is here already")
-
-    def restore(self, saved: Saved, now: float) -> list[Group]:
-        """Take up what `saved` holds; its members that are not over are in no queue yet."""
-        batches = [restored_batch(batch) for batch in saved.batches]
-        restored: list[Group] = []
-        for each in saved.groups:
-            batch = batches[each.batch]
-            group = Group(submission=each.submission, batch=batch, submitted_at=now - each.age_s, error=each.error)
-            group.handed.update(each.handed)
-            for member in each.members:
-                self._take_up(restored_member(member, group, order=self._submitted, epoch=self._epoch))
-            self._acknowledged += len(group.handed)
-            self._groups[group.group_id] = group
-            if not group.over and any(record.workers for record in group.members):
-                self.begin(group)
-            restored.append(group)
-        ready = [group for group in restored if group.over or (group.submission.partial and self._has_new(group))]
-        self._complete.extend(group.group_id for group in sorted(ready, key=_ready_since))
-        for delivery in saved.deliveries:
-            self._submitted += len(delivery.trajectories) + len(delivery.dropped)
-            self._dropped.update(one.abort_reason for one in delivery.dropped if one.abort_reason is not None)
-            self._returned.append(delivery)
-        return restored
-
-    def _take_up(self, record: Record) -> None:
-        group = record.group
-        group.members.append(record)
-        self._records[record.trajectory_id] = record
-        self._submitted += 1
-        if not record.over:
-            group.batch.open[record.trajectory_id] = record
-        elif record.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
-            group.lengths.add(record.sampled_tokens)
-        if record.phase is Phase.DROPPED and record.abort_reason is not None:
-            self._dropped[record.abort_reason] += 1
-
-    @staticmethod
-    def _has_new(group: Group) -> bool:
-        over = (member for member in group.members if member.over and member.phase is not Phase.DROPPED)
-        return any(member.trajectory_id not in group.handed for member in over)
 
     def _deliver(self, group_id: GroupId) -> Delivery:
         """What of a group is over and was not handed out."""
@@ -383,7 +330,7 @@ class Groups:
         del self._groups[group.group_id]
         for record in group.members:
             del self._records[record.trajectory_id]
-            self._epoch = max(self._epoch, record.epoch)
+            self.epoch = max(self.epoch, record.epoch)
 
 
 def _collectable(group: Group | None) -> bool:
@@ -392,13 +339,6 @@ def _collectable(group: Group | None) -> bool:
 
 def _is_collected(delivery: Delivery) -> bool:
     return delivery.complete and delivery.priority is Priority.TRAIN
-
-
-def _ready_since(group: Group) -> float:
-    """When there was something of it to hand out."""
-    new = [member for member in group.members if member.over and member.trajectory_id not in group.handed]
-    times = [member.finished_at for member in new if member.finished_at is not None]
-    return (min if group.submission.partial else max)(times, default=0.0)
 
 
 def _discarded(record: Record) -> bool:

@@ -5,12 +5,8 @@ Tokens are in it, KV is not: a trajectory that is taken up again computes its KV
 
 from dataclasses import dataclass
 
-from rollout.control.lengths import Lengths
-from rollout.control.pooled import Pooled
-from rollout.control.records import Batch, Group, Record
-from rollout.control.spans import Spans
 from rollout.control.submission import Submission
-from rollout.types import AbortReason, Columns, Delivery, FinishReason, Phase, Then, Trajectory, TrajectoryId, Version
+from rollout.types import AbortReason, Delivery, Then, Trajectory, TrajectoryId, Version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,65 +95,3 @@ class Saved:
         for group in self.groups:
             if not 0 <= group.batch < len(self.batches):
                 raise ValueError(f"{group.submission.group_id}: batch {group.batch} of {len(self.batches)}")
-
-
-def saved_member(record: Record) -> SavedMember:
-    then = None
-    if not record.over:
-        then = record.intent.then if record.intent is not None else Then.HOLD if record.held else Then.REQUEUE
-    return SavedMember(
-        trajectory=record.snapshot(),
-        then=then,
-        reason=record.intent.reason if record.intent is not None else record.abort_reason,
-        dropped=record.phase is Phase.DROPPED,
-        ended_turn=record.ended_turn,
-        failures=record.failures,
-        fired=tuple(sorted(record.fired)),
-    )
-
-
-def saved_batch(batch: Batch) -> SavedBatch:
-    return SavedBatch(size=batch.size, tailed=batch.tailed, lengths=tuple(batch.lengths))
-
-
-def restored_batch(saved: SavedBatch) -> Batch:
-    return Batch(size=saved.size, tailed=saved.tailed, lengths=Lengths(saved.lengths))
-
-
-def restored_member(saved: SavedMember, group: Group, *, order: int, epoch: int) -> Record:
-    """One that is over, or is queued and in no queue yet. The time between counts neither in its age nor in the time
-    that it took."""
-    was = saved.trajectory
-    versions = [run.version for run in was.versions for _ in range(run.tokens)]
-    last = max((index for index, version in enumerate(versions) if version is not None), default=None)
-    between_s = group.submitted_at - was.submitted_at
-    record = Record(
-        trajectory_id=was.trajectory_id,
-        group=group,
-        sample_index=was.sample_index,
-        order=order,
-        seed=was.seed,
-        pooled=Pooled(was.trajectory_id),
-        columns=Columns(was.output_ids, was.logprobs, versions),
-        spans=Spans.told(was.kv_spans),
-        epoch=epoch,
-        suspensions=was.suspensions,
-        abort_reason=saved.reason,
-        fired=set(saved.fired),
-        ended_turn=saved.ended_turn,
-        attempts=list(was.attempts),
-        failures=saved.failures,
-        workers=list(was.workers),
-        resumes=list(was.resumes),
-        # The last token that was sampled, and what was appended since, never had KV.
-        kv_tokens=len(was.prompt_ids) + last if last is not None else 0,
-        starts=int(last is not None),
-        began=last is not None,
-        finish_reason=was.finish_reason,
-        error=was.error,
-        finished_at=was.finished_at + between_s if was.finished_at is not None else None,
-    )
-    if saved.then is None:
-        failed = was.finish_reason is FinishReason.ERROR
-        record.phase = Phase.DROPPED if saved.dropped else Phase.FAILED if failed else Phase.FINISHED
-    return record
