@@ -24,10 +24,11 @@ FIND_GGUF := import importlib.util, pathlib; \
 COVERED := --ignore=tests/control/machine --cov=rollout.control --cov-branch --cov-fail-under=95 --cov-report=
 
 # Services mostly wait for processes, the rest computes: at the same time they take little longer than one of them.
-SERVICES := tests/cluster tests/cli $(sort $(wildcard tests/test_*.py))
+CLUSTER := tests/cluster
+DRIVERS := tests/cli tests/examples $(sort $(wildcard tests/test_*.py))
 
 .DELETE_ON_ERROR:
-.PHONY: demo model test test-services test-parts soak
+.PHONY: demo model test test-cluster test-drivers test-parts soak
 
 demo: model
 	$(BIN)/rollout run configs/demo.yaml --out out/demo.parquet --json out/demo.json
@@ -40,13 +41,16 @@ test: $(VENV)/.installed-dev $(VENV)/.installed-wheel
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/pytest tests/control $(COVERED)
-	$(MAKE) --jobs=2 --output-sync=line test-services test-parts
+	$(MAKE) --jobs=3 --output-sync=line test-cluster test-drivers test-parts
 
-test-services:
-	$(BIN)/pytest $(SERVICES)
+test-cluster:
+	$(BIN)/pytest $(CLUSTER)
+
+test-drivers:
+	$(BIN)/pytest $(DRIVERS)
 
 test-parts:
-	$(BIN)/pytest --ignore-glob='tests/control/test_*' $(SERVICES:%=--ignore=%)
+	$(BIN)/pytest --ignore-glob='tests/control/test_*' $(CLUSTER:%=--ignore=%) $(DRIVERS:%=--ignore=%)
 
 soak: $(VENV)/.installed-dev $(VENV)/.installed-wheel
 	$(BIN)/pytest -m soak tests --soak-seed=$(SEED) --soak-duration=$(DURATION)
