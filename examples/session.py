@@ -70,11 +70,11 @@ def train(
                 metrics = loop.step(step)
                 recorder.log(step, metrics)
                 progress.console.print(recorder.summary(step, metrics), soft_wrap=True)
-                last = step + 1 == settings.steps or stop()
-                if last or (step + 1) % settings.checkpoint_every == 0:
+                stopped = stop()
+                if stopped or step + 1 == settings.steps or (step + 1) % settings.checkpoint_every == 0:
                     save({"step": step + 1, "run": loop.state_dict()}, checkpoint)
                     recorder.plot()
-                if last:
+                if stopped:
                     break
     export(learner.model, settings)
 
