@@ -10,9 +10,10 @@ corrected by importance weights, as in grpo.py.
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Self
 
 from grpo import Run, Settings, Trainer
-from pydantic import PositiveFloat, field_validator
+from pydantic import PositiveFloat, model_validator
 from session import CONFIGS, main
 
 import rollout
@@ -25,12 +26,11 @@ class AsyncSettings(Settings):
     """Steps for which groups are under way while one trains; a fraction is a part of one."""
     out: Path = Path("out/async_grpo")
 
-    @field_validator("partial")
-    @classmethod
-    def _not_partial(cls, partial: bool) -> bool:
-        if partial:
-            raise ValueError("of no use here: nothing waits for the longest samples, and nothing is stopped")
-        return partial
+    @model_validator(mode="after")
+    def _not_partial(self) -> Self:
+        if self.partial:
+            raise ValueError("partial: of no use here: nothing waits for the longest samples, and nothing is stopped")
+        return self
 
 
 class AsyncRun(Run):

@@ -84,8 +84,11 @@ class Task:
 
     def __init__(self, settings: Settings) -> None:
         endless = dict(settings.options) | {"seed": settings.rollout.run.seed, "size": 1 << 30}
-        self.name = f"{settings.dataset} {endless}, {settings.samples} samples a prompt"
-        self._dataset = reasoning_gym.create_dataset(settings.dataset, **endless)
+        self.what = {"dataset": settings.dataset, **endless, "samples": settings.samples}
+        try:
+            self._dataset = reasoning_gym.create_dataset(settings.dataset, **endless)
+        except (ValueError, TypeError, AssertionError) as error:
+            raise ConfigError(f"dataset: {settings.dataset} with {dict(settings.options)}: {error}") from None
         self.next = 0
 
     def submit(self, service: rollout.Rollout, prompts: int, samples: int) -> None:
@@ -241,15 +244,12 @@ class Run:
         self.store = TrajectoryStore(settings.out / "trajectories")
         self.under_way = 0
         """Groups that were submitted and not collected."""
-        self.seen = time.monotonic(), service.stats()
-        """When, and in what state, the service was looked at last."""
 
     def step(self, step: int) -> dict[str, float]:
         """One turn of the loop, under version `step`; version `step + 1` is live after it."""
-        began = time.monotonic()
+        began, before = time.monotonic(), self.service.stats()
         groups = self.collect()
-        (since, before), self.seen = self.seen, (time.monotonic(), self.service.stats())
-        collected, after = self.seen
+        collected = time.monotonic()
         members = [self.usable(group) for group in groups]
         trajectories = [one for group in members for one in group]
         if not trajectories:
@@ -261,14 +261,14 @@ class Run:
         self.service.update_weights(self.trainer.weights(), version=step + 1)
         updated = time.monotonic()
         self.store.append(trajectories, version=step, rewards=[rewards[one.trajectory_id] for one in trajectories])
-        waited_s, between_s = collected - began, collected - since
-        counts = {"before": before, "after": after, "seconds": waited_s, "between_s": between_s}
+        ended, after = time.monotonic(), self.service.stats()
+        whole_step = {"before": before, "after": after, "between_s": ended - began}
         return {
-            **rollout_metrics(groups, rewards=rewards, live=step, **counts),
+            **rollout_metrics(groups, rewards=rewards, live=step, seconds=collected - began, **whole_step),
             **metrics,
             "perf/train_time": trained - collected,
             "perf/update_weights_time": updated - trained,
-            "perf/step_time": time.monotonic() - began,
+            "perf/step_time": ended - began,
         }
 
     def collect(self) -> Sequence[rollout.Delivery]:
@@ -305,13 +305,15 @@ class Run:
 
     def state_dict(self) -> dict[str, Any]:
         """All that a checkpoint needs, partial trajectories and their tokens included."""
-        progress = {"task": self.task.name, "next_prompt": self.task.next, "under_way": self.under_way}
+        progress = {"task": self.task.what, "next_prompt": self.task.next, "under_way": self.under_way}
         return progress | {"trainer": self.trainer.state_dict(), "rollout": self.service.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any], live: int) -> None:
         """Go on from there with a new service, whose weights get their version again first."""
-        if state["task"] != self.task.name:
-            raise ConfigError(f"the checkpoint is of {state['task']}, allowed: {self.task.name}")
+        was, now = state["task"], self.task.what
+        if was != now:
+            other = ", ".join(f"{name}: {was.get(name)}, and now {now.get(name)}" for name in was | now)
+            raise ConfigError(f"the checkpoint is of other prompts: {other}")
         self.task.next, self.under_way = state["next_prompt"], state["under_way"]
         self.trainer.load_state_dict(state["trainer"])
         self.service.update_weights(self.trainer.weights(), version=live)

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 import time
 import uuid
 from collections import Counter
@@ -130,7 +131,8 @@ def check_store(pool: PoolConfig, weights: WeightsConfig, described: Sequence[Wo
         if budget > most:
             raise ConfigError(
                 f"pool.budget_bytes: got {pool.budget_bytes}, allowed: at most {most} "
-                f"with the object store of {store} bytes on node {node['NodeID'][:8]}"
+                f"with the object store of {store} bytes on node {node['NodeID'][:8]}; this configuration needs one of "
+                f"{math.ceil((rest + budget) / STORE_SHARE)} (ray start --object-store-memory)"
             )
         fits = min(fits, most)
     return pool if pool.budget_bytes is not None else pool.model_copy(update={"budget_bytes": ByteSize(fits)})

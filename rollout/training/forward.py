@@ -1,4 +1,8 @@
-"""What a Hugging Face decoder makes of a batch, at the places that matter: before every sampled token."""
+"""What a Hugging Face decoder makes of a batch, at the places that matter: before every sampled token.
+
+logits_NV = model.get_output_embeddings()(hidden_before_sampled(model.base_model, batch))
+logprobs_BS = logprobs_of_sampled(logits_NV, batch, temperature=1.0)
+"""
 
 from typing import Any
 
