@@ -312,7 +312,8 @@ class Run:
         """Go on from there with a new service, whose weights get their version again first."""
         was, now = state["task"], self.task.what
         if was != now:
-            other = ", ".join(f"{name}: {was.get(name)}, and now {now.get(name)}" for name in was | now)
+            changed = [name for name in was | now if was.get(name) != now.get(name)]
+            other = ", ".join(f"{name}: {was.get(name)}, and now {now.get(name)}" for name in changed)
             raise ConfigError(f"the checkpoint is of other prompts: {other}")
         self.task.next, self.under_way = state["next_prompt"], state["under_way"]
         self.trainer.load_state_dict(state["trainer"])
