@@ -41,8 +41,7 @@ class TrajectoryStore:
         if directory.exists() and not directory.is_dir():
             raise ConfigError(f"{directory}: cannot hold trajectories: it is not a directory")
         self._directory = directory
-        self._next: int | None = None
-        """Number of the next file; None: nothing was appended yet."""
+        self._opened = False
 
     def append(
         self, trajectories: Iterable[Trajectory], *, version: int, rewards: Sequence[float | None] | None = None
@@ -105,7 +104,7 @@ class TrajectoryStore:
 
     def _open(self) -> None:
         """Make the directory, and remove what dead writers left there."""
-        if self._next is not None:
+        if self._opened:
             return
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
@@ -115,7 +114,7 @@ class TrajectoryStore:
         for partial in self._directory.glob(f".part-*.{socket.gethostname()}.partial"):
             with contextlib.suppress(OSError):  # its writer lives, or has just published it
                 _remove_if_dead(partial)
-        self._next = max((part.number for part in self._parts()), default=-1) + 1
+        self._opened = True
 
     @contextlib.contextmanager
     def _partial(self) -> Iterator[Path]:
@@ -135,10 +134,9 @@ class TrajectoryStore:
             os.close(descriptor)
 
     def _publish(self, partial: Path, version: Version) -> Path:
-        assert self._next is not None, f"{self._directory}: appended to before it was opened"
+        number = max((part.number for part in self._parts()), default=-1) + 1
         # Two that append at once may get the same number, but not the same name.
-        path = self._directory / f"version={version}" / f"part-{self._next:08}-{secrets.token_hex(8)}.parquet"
-        self._next += 1
+        path = self._directory / f"version={version}" / f"part-{number:08}-{secrets.token_hex(8)}.parquet"
         path.parent.mkdir(exist_ok=True)
         partial.replace(path)
         sync(path.parent)
