@@ -24,11 +24,12 @@ FIND_GGUF := import importlib.util, pathlib; \
 COVERED := --ignore=tests/control/machine --cov=rollout.control --cov-branch --cov-fail-under=95 --cov-report=
 
 # Services mostly wait for processes, the rest computes: at the same time they take little longer than one of them.
-CLUSTER := tests/cluster
+CLUSTER := $(sort $(wildcard tests/cluster/test_[a-k]*.py))
+CLUSTER_TOO := $(filter-out $(CLUSTER),$(sort $(wildcard tests/cluster/test_*.py)))
 DRIVERS := tests/cli tests/examples $(sort $(wildcard tests/test_*.py))
 
 .DELETE_ON_ERROR:
-.PHONY: demo model test test-cluster test-drivers test-parts soak
+.PHONY: demo model test test-cluster test-cluster-too test-drivers test-parts soak
 
 demo: model
 	$(BIN)/rollout run configs/demo.yaml --out out/demo.parquet --json out/demo.json
@@ -41,16 +42,19 @@ test: $(VENV)/.installed-dev $(VENV)/.installed-wheel
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/pytest tests/control $(COVERED)
-	$(MAKE) --jobs=3 --output-sync=line test-cluster test-drivers test-parts
+	$(MAKE) --jobs=4 --output-sync=line test-cluster test-cluster-too test-drivers test-parts
 
 test-cluster:
 	$(BIN)/pytest $(CLUSTER)
+
+test-cluster-too:
+	$(BIN)/pytest $(CLUSTER_TOO)
 
 test-drivers:
 	$(BIN)/pytest $(DRIVERS)
 
 test-parts:
-	$(BIN)/pytest --ignore-glob='tests/control/test_*' $(CLUSTER:%=--ignore=%) $(DRIVERS:%=--ignore=%)
+	$(BIN)/pytest --ignore-glob='tests/control/test_*' --ignore=tests/cluster $(DRIVERS:%=--ignore=%)
 
 soak: $(VENV)/.installed-dev $(VENV)/.installed-wheel
 	$(BIN)/pytest -m soak tests --soak-seed=$(SEED) --soak-duration=$(DURATION)
