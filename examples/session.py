@@ -61,7 +61,7 @@ def train(
     read_spec(settings.rollout.model.path)
     print(f"steps {first} to {settings.steps}, into {settings.out}; the service starts", flush=True)
     learner = trainer(settings)
-    stopped = False
+    done = first
     with rollout.start(settings.rollout) as service, asked_to_stop() as stop:  # Ray has a handler of its own
         loop = run(settings, service, learner)
         if state is not None:
@@ -77,14 +77,14 @@ def train(
                 metrics = loop.step(step)
                 recorder.log(step, metrics)
                 progress.console.print(recorder.summary(step, metrics), soft_wrap=True)
-                stopped = stop()
-                if stopped or step + 1 == settings.steps or (step + 1) % settings.checkpoint_every == 0:
-                    save({"step": step + 1, "run": loop.state_dict()}, checkpoint)
+                done, stopped = step + 1, stop()
+                if stopped or done == settings.steps or done % settings.checkpoint_every == 0:
+                    save({"step": done, "run": loop.state_dict()}, checkpoint)
                     recorder.plot()
                 if stopped:
                     break
     export(learner.model, settings)
-    return not stopped
+    return done == settings.steps
 
 
 def save(state: dict[str, Any], path: Path) -> None:
