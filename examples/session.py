@@ -5,7 +5,6 @@ The algorithm is elsewhere: `main` is given a trainer, and a run whose `step` ma
 
 import argparse
 import json
-import os
 import shutil
 import signal
 import sys
@@ -21,6 +20,7 @@ from rich.progress import Progress
 
 import rollout
 from rollout.config import Config, Section, load_file
+from rollout.durable import sync
 from rollout.errors import ConfigError
 from rollout.model.spec import read_spec
 from rollout.training.recorder import Recorder
@@ -90,11 +90,10 @@ def train(
 def save(state: dict[str, Any], path: Path) -> None:
     """Write a checkpoint, whole or not at all."""
     partial = path.with_suffix(".partial")
-    with partial.open("wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
+    torch.save(state, partial)
+    sync(partial)
     partial.replace(path)
+    sync(path.parent)
 
 
 def export(model: Any, settings: SessionSettings) -> None:

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 LAYERS = (
     ("errors",),
     ("types",),
-    ("config", "memory", "metrics", "reports"),
+    ("config", "durable", "memory", "metrics", "reports"),
     ("attention", "native", "kv", "control", "store", "text", "training", "transport"),
     ("model",),
     ("engine",),

@@ -19,8 +19,9 @@ from typing import NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rollout.durable import sync
 from rollout.errors import ConfigError, InvalidArgumentError
-from rollout.store.file import scan_file, sync
+from rollout.store.file import scan_file
 from rollout.store.schema import SCHEMA, Stored, checked_rewards, to_row
 from rollout.types import Trajectory, Version
 

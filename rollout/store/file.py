@@ -14,6 +14,7 @@ from typing import Self
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rollout.durable import sync
 from rollout.errors import ConfigError
 from rollout.store.schema import SCHEMA, SCHEMA_VERSION, VERSION_KEY, Stored, checked_rewards, from_row, to_row
 from rollout.types import Trajectory, Version
@@ -141,15 +142,6 @@ def scan_file(path: Path, version: Version | None = None) -> Iterator[Stored]:
         for group in range(file.num_row_groups):
             for trajectory, reward in _read_group(file, group, path):
                 yield Stored(trajectory=trajectory, reward=reward, version=version)
-
-
-def sync(path: Path) -> None:
-    """Make a file's bytes, or a directory's renames, last."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _rewarded(

@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from rollout.durable import sync
 from rollout.errors import WeightsError
 from rollout.transport.buckets import check, checksum, pack, unpack
 from rollout.transport.directory import INDEX_FILE, MANIFEST_FILE, descriptor_of, open_directory, open_shards
@@ -55,7 +56,7 @@ def publish(path: Path, named_tensors: Iterable[tuple[str, Tensor]], *, bucket_b
         if not _same(path, fresh):  # else it was interrupted just after
             shutil.rmtree(fresh, ignore_errors=True)
         raise
-    _sync(path.parent)
+    sync(path.parent)
     _sweep(path, keep=fresh)
     return manifest
 
@@ -116,7 +117,7 @@ def _write(fresh: Path, token: str, named_tensors: Iterable[tuple[str, Tensor]],
             raise WeightsError(f"{fresh / files[-1]}: cannot be written: {error}") from None
         checksums |= {entry.name: entry.checksum for entry in bucket.entries}
         del bucket
-        _sync(fresh / files[-1])
+        sync(fresh / files[-1])
     manifest = _described(fresh, files, checksums)
     index = {
         "metadata": {"total_size": manifest.nbytes},
@@ -124,8 +125,8 @@ def _write(fresh: Path, token: str, named_tensors: Iterable[tuple[str, Tensor]],
     }
     for name, text in ((INDEX_FILE, json.dumps(index)), (MANIFEST_FILE, manifest.to_json())):
         (fresh / name).write_text(text, encoding="utf-8")
-        _sync(fresh / name)
-    _sync(fresh)
+        sync(fresh / name)
+    sync(fresh)
     return manifest
 
 
@@ -189,12 +190,3 @@ def _same(path: Path, other: Path) -> bool:
         return path.samefile(other)
     except OSError:
         return False
-
-
-def _sync(path: Path) -> None:
-    """Make a file's bytes, or a directory's renames, last."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

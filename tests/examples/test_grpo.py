@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any, BinaryIO
+from typing import Any
 
 import pytest
 import ray
@@ -254,8 +254,8 @@ def test_a_run_that_was_stopped_anywhere_in_a_step_goes_on(
                     monkeypatch.setattr(torch, "save", torn)
             return super().step(step)
 
-    def torn(_: object, file: BinaryIO) -> None:
-        file.write(b"PK")
+    def torn(_: object, path: Path) -> None:
+        path.write_bytes(b"PK")
         raise Killed
 
     settings = settings_of(grpo, service, tmp_path, partial=True)
