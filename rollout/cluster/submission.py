@@ -39,6 +39,8 @@ STOP_S = 2 * GRACE_S + 30.0
 DRAIN_S = 5.0
 """Seconds for the log to end after its job."""
 REASON_CHARS = 600
+NO_AGENT = "No available agent"
+"""What the job server says while its cluster comes up."""
 
 _FAILURES = (OSError, RuntimeError, ValueError, KeyError, RayError)
 """What Ray's client raises if there is no server, no answer, or none of use."""
@@ -92,17 +94,22 @@ class JobServer:
     def submit(self, entrypoint: str, archive: bytes, job_id: str) -> "Job":
         """Upload the zip file `archive`, unless the cluster has it, and run the shell command in its files.
 
-        Raises `ServiceError` if the server refuses it or does not answer.
+        A cluster that has just been started is waited for. Raises `ServiceError` if the server refuses it or does not
+        answer.
         """
         with tempfile.TemporaryDirectory() as scratch:
             package = Path(scratch) / "job.zip"  # always the same name: Ray's name for it depends on it
             package.write_bytes(archive)
             runtime_env = {"working_dir": str(package), "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(GRACE_S)}}
-            try:
-                self._client.submit_job(entrypoint=entrypoint, submission_id=job_id, runtime_env=runtime_env)
-            except _FAILURES as error:
-                raise ServiceError(f"the job {job_id} was not accepted: {_one_line(str(error))}") from None
-        return Job(self._client, job_id)
+            since = time.monotonic()
+            while True:
+                try:
+                    self._client.submit_job(entrypoint=entrypoint, submission_id=job_id, runtime_env=runtime_env)
+                    return Job(self._client, job_id)
+                except _FAILURES as error:
+                    if NO_AGENT not in str(error) or time.monotonic() - since > LOST_S:
+                        raise ServiceError(f"the job {job_id} was not accepted: {_one_line(str(error))}") from None
+                time.sleep(POLL_S)
 
 
 class Job:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -101,11 +102,15 @@ class Cluster:
 
 
 def free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
+    """Of those that nobody is given by chance before they are used, be it for a connection or by Ray for a worker."""
+    free: list[int] = []
+    for port in random.sample(range(20_000, 32_000), 200):
+        with socket.socket() as each, suppress(OSError):
+            each.bind(("0.0.0.0", port))
+            free.append(port)
+        if len(free) == count:
+            return free
+    raise AssertionError(f"{len(free)} of 200 ports are free")
 
 
 @pytest.fixture(scope="module")

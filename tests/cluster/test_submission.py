@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from ray.job_submission import JobStatus
 
 from rollout.cluster import submission
-from rollout.cluster.submission import End, Job, JobEnd
+from rollout.cluster.submission import End, Job, JobEnd, JobServer
 from rollout.errors import DeadlineError, ServiceError
 
 LOG = ["one\n", "two\n", "three\n"]
@@ -68,6 +69,40 @@ def follow(client: FakeClient, stop: Callable[[], bool] = lambda: False) -> tupl
     written: list[str] = []
     end = asyncio.run(Job(client, "j").follow(written.append, stop=stop, stopping=lambda: written.append("stopping\n")))
     return end, "".join(written)
+
+
+class ComingUp:
+    """Of a cluster that takes jobs after so many refusals."""
+
+    def __init__(self, refusals: int, words: str = "status code 500: No available agent to submit job") -> None:
+        self.left = refusals
+        self.words = words
+        self.submitted: list[str] = []
+
+    def submit_job(self, *, entrypoint: str, submission_id: str, runtime_env: dict[str, Any]) -> None:
+        assert Path(runtime_env["working_dir"]).read_bytes() == b"zip"
+        self.left -= 1
+        if self.left >= 0:
+            raise RuntimeError(self.words)
+        self.submitted.append(submission_id)
+
+
+def submit(client: ComingUp, monkeypatch: pytest.MonkeyPatch) -> Job:
+    monkeypatch.setattr(submission, "_Client", lambda address: client)
+    return JobServer("http://127.0.0.1:1").submit("true", b"zip", "j")
+
+
+def test_a_cluster_that_comes_up_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = ComingUp(3)
+    assert submit(client, monkeypatch).job_id == "j"
+    assert client.submitted == ["j"]
+
+
+@pytest.mark.parametrize("client", [ComingUp(10**9), ComingUp(1, "status code 400: bad entrypoint")])
+def test_a_cluster_that_does_not_take_a_job_is_an_error(client: ComingUp, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ServiceError, match=f"the job j was not accepted: {client.words}"):
+        submit(client, monkeypatch)
+    assert not client.submitted
 
 
 def test_the_log_is_written_once_though_its_stream_breaks() -> None:
