@@ -4,6 +4,8 @@ Every import counts: lazy ones, those under `TYPE_CHECKING`, and `import_module`
 """
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -117,6 +119,11 @@ def test_what_is_allowed_passes() -> None:
         "rollout.cli.main": "from rollout import connect\nimport rollout.server.http",
     }
     assert violations(sources) == []
+
+
+def test_actors_that_hold_no_tensors_do_not_load_torch() -> None:
+    program = "import sys, rollout.cluster.controller, rollout.cluster.pool; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=120)
 
 
 def violations(sources: Mapping[str, str]) -> list[str]:

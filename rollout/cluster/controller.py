@@ -19,11 +19,11 @@ from rollout.cluster.background import Background
 from rollout.cluster.calls import one_line
 from rollout.cluster.description import ServiceDescription, WorkerDescription
 from rollout.cluster.orders import Orders
+from rollout.cluster.parcels import Parcel
 from rollout.cluster.provision import Provision
 from rollout.cluster.releases import Releases
 from rollout.cluster.supervision import Supervisor
 from rollout.cluster.updater import Updater
-from rollout.cluster.weights import Parcel
 from rollout.cluster.workforce import Post, hire
 from rollout.control.collection import Collection
 from rollout.control.commands import Command

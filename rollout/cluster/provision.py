@@ -10,8 +10,8 @@ from ray.exceptions import RayTaskError
 
 from rollout.cluster.calls import is_lost, one_line
 from rollout.cluster.description import WorkerDescription
+from rollout.cluster.parcels import BroadcastWeights, Parcel, WeightsDirectory
 from rollout.cluster.supervision import Supervisor
-from rollout.cluster.weights import BroadcastWeights, Parcel, WeightsDirectory
 from rollout.errors import WeightsGoneError
 from rollout.types import MemoryOf, Weights, WeightsId, WorkerId
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import ray
 
-from rollout.cluster.weights import BroadcastWeights, Parcel, WeightsDirectory, put_weights
+from rollout.cluster.parcels import BroadcastWeights, Parcel, WeightsDirectory
+from rollout.cluster.weights import put_weights
 from rollout.config import Collective, Disk, ObjectStore
 from rollout.errors import WeightsSourceError
 from rollout.transport.buckets import describe

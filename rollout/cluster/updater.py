@@ -20,9 +20,9 @@ from ray.exceptions import RayError
 
 from rollout.cluster.calls import is_lost, one_line
 from rollout.cluster.description import WorkerDescription
+from rollout.cluster.parcels import Parcel
 from rollout.cluster.provision import Live, Provision, agreed
 from rollout.cluster.supervision import Supervisor
-from rollout.cluster.weights import Parcel
 from rollout.control.commands import Command
 from rollout.control.controller import Controller
 from rollout.control.messages import Event, WeightsLive, WorkerUp

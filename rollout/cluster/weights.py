@@ -1,8 +1,6 @@
-"""New weights on their way to the workers: what the trainer hands over, and how a worker opens it."""
+"""New weights on their way to the workers: put into the object store, and opened by a worker."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -10,6 +8,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from torch import Tensor
 
 from rollout.cluster.calls import one_line
+from rollout.cluster.parcels import BroadcastWeights, Parcel, StoredWeights, WeightsDirectory
 from rollout.errors import WeightsSourceError
 from rollout.transport.buckets import pack
 from rollout.transport.collective import ArrivingWeights, Receiver, StagedWeights
@@ -19,44 +18,6 @@ from rollout.transport.source import MemoryWeights, WeightsSource
 
 FETCH_S = 60.0
 """For all buckets to be had; on another node they are copied."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredWeights:
-    """In Ray's object store, owned by the process that put them there."""
-
-    manifest: Manifest
-    buckets: tuple[Any, ...]
-    """A reference for each."""
-
-    @property
-    def delta(self) -> bool:
-        """Tensors that are not named stay as they are."""
-        return self.manifest.delta
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightsDirectory:
-    """Of safetensors, at the same path on every node."""
-
-    path: Path
-    delta: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BroadcastWeights:
-    """Sent once, by the process that listens at this address, when all workers have joined it."""
-
-    address: str
-    delta: bool
-    staged: bool
-    """Workers receive all of it before they replace anything."""
-    timeout_s: float
-    """Of each step."""
-
-
-Parcel = StoredWeights | WeightsDirectory | BroadcastWeights
-"""What an update passes on to every worker."""
 
 
 def put_weights(named_tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int, *, delta: bool) -> StoredWeights:

@@ -2,19 +2,20 @@
 
 The model is loaded by the first `describe`, so that its errors reach the caller as they are, and again
 after Ray has restarted the process. Calls that name another incarnation of the worker are ignored.
+
+Whoever gets a handle of a worker imports this module: torch and what needs it are imported where they are used.
 """
 
 import gc
 import uuid
 from collections.abc import Sequence, Set
+from typing import TYPE_CHECKING
 
 import ray
 
 from rollout.cluster.description import Batch, WorkerDescription
-from rollout.cluster.host import Host
 from rollout.cluster.mapping import touch_store
-from rollout.cluster.reader import PoolReader
-from rollout.cluster.weights import Parcel, StoredWeights, open_parcel, put_weights
+from rollout.cluster.parcels import Parcel, StoredWeights
 from rollout.config import Config
 from rollout.control.commands import Assignment
 from rollout.errors import SegmentMissingError, WorkerLostError
@@ -22,6 +23,9 @@ from rollout.kv.image import Buffer, Manifest
 from rollout.metrics import WorkerStats
 from rollout.reports import FlushReport
 from rollout.types import Keep, MemoryOf, NodeId, SequenceKey, Weights, WeightsId, WorkerId
+
+if TYPE_CHECKING:
+    from rollout.cluster.host import Host
 
 GROUPS = {"control": 1, "events": 1, "data": 2, "weights": 4}
 """Threads of each concurrency group. One for `control` keeps commands in order; those for `weights` take turns, but one
@@ -46,6 +50,9 @@ class Worker:
         Raises `ConfigError` if the configuration and this machine do not fit together.
         """
         if self._host is None:
+            from rollout.cluster.host import Host
+            from rollout.cluster.reader import PoolReader
+
             node = NodeId(ray.get_runtime_context().get_node_id())
             reader = PoolReader(self._config.cluster.name, node)
             self._host = Host(self._worker, node, self._incarnation, self._config, self._weights, reader)
@@ -127,6 +134,8 @@ class Worker:
         `rank` is that of this worker among `size` ends of the transfer. Raises `WeightsError` or
         `UnsupportedModelError`.
         """
+        from rollout.cluster.weights import open_parcel
+
         return self._the_same(incarnation).prepare_weights(name, open_parcel(parcel, rank, size), delta=parcel.delta)
 
     @ray.method(concurrency_group="control")
@@ -143,6 +152,8 @@ class Worker:
     @ray.method(concurrency_group="weights")
     def share_weights(self, incarnation: str, bucket_bytes: int) -> tuple[Weights, StoredWeights]:
         """What this worker has, put into the object store for one that comes up; decoding waits meanwhile."""
+        from rollout.cluster.weights import put_weights
+
         return self._the_same(incarnation).read_weights(lambda held: put_weights(held, bucket_bytes, delta=False))
 
     @ray.method(concurrency_group="weights")
@@ -181,11 +192,11 @@ class Worker:
         """Touch shared memory, so that this process has it mapped before the first export; returns how much."""
         return touch_store(int(self._config.pool.warm_bytes))
 
-    def _the_same(self, incarnation: str) -> Host:
+    def _the_same(self, incarnation: str) -> "Host":
         host = self._addressed(incarnation)
         if host is None:
             raise WorkerLostError(f"worker {self._worker} was restarted since")
         return host
 
-    def _addressed(self, incarnation: str) -> Host | None:
+    def _addressed(self, incarnation: str) -> "Host | None":
         return self._host if incarnation == self._incarnation else None
