@@ -6,6 +6,7 @@ driver that started them and end with it.
 
 import logging
 import socket
+import time
 import uuid
 from collections import deque
 from collections.abc import Iterable
@@ -16,7 +17,7 @@ import ray
 from ray.exceptions import ActorAlreadyExistsError, GetTimeoutError, RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rollout.cluster.calls import wait_for
+from rollout.cluster.calls import one_line, wait_for
 from rollout.cluster.controller import ControllerActor
 from rollout.cluster.description import (
     NAMESPACE,
@@ -31,11 +32,14 @@ from rollout.errors import (
     ConfigError,
     DeadlineError,
     ServiceClosedError,
+    ServiceError,
     ServiceNotFoundError,
 )
 from rollout.model.spec import read_spec
 from rollout.text import read_tokenizer_files
 from rollout.types import Version, Weights, WeightsId, WorkerId
+
+logger = logging.getLogger(__name__)
 
 CONNECT_S = 5.0
 """Seconds for a Ray cluster to accept a connection."""
@@ -77,24 +81,34 @@ def connect(service: str, address: str | None) -> tuple[Any, ServiceDescription]
         raise ServiceClosedError(f"the service {service!r} was closed, or its controller died") from None
 
 
-def _join_ray(address: str | None) -> bool:
+def _join_ray(address: str | None, timeout_s: float = 0.0) -> bool:
     """Join the cluster at `address`, or the one the environment names, or start a local one; False if joined before.
 
-    Raises `OSError` if there is none at the address.
+    Ray gives a busy machine half a minute to start one; until `timeout_s` it is asked again. Raises `OSError` if there
+    is none at the address, `ServiceError` if none starts.
     """
     if ray.is_initialized():
         return False
     host, _, port = (address or "").rpartition(":")
     if port.isdigit():  # Ray itself would try for two minutes, then end the process
         socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
-    ray.init(
-        address=address,
-        namespace=NAMESPACE,
-        include_dashboard=False,
-        logging_level=logging.WARNING,
-        log_to_driver=False,
-    )
-    return True
+    since = time.monotonic()
+    while True:
+        try:
+            ray.init(
+                address=address,
+                namespace=NAMESPACE,
+                include_dashboard=False,
+                logging_level=logging.WARNING,
+                log_to_driver=False,
+            )
+            return True
+        except (OSError, ValueError):
+            raise
+        except Exception as error:  # Ray has no kind for it
+            if time.monotonic() - since >= timeout_s:
+                raise ServiceError(f"Ray could not be started on this machine: {one_line(error)}") from error
+            logger.warning("Ray did not start, and is asked again: %s", one_line(error))
 
 
 def _find(service: str) -> Any:
@@ -107,14 +121,16 @@ def _find(service: str) -> Any:
 def launch(config: Config) -> Service:
     """Start the service that `config` describes and wait until every worker has loaded the model.
 
-    Raises `ConfigError` (and its kinds) for what cannot work, `DeadlineError` if it is not up in time.
+    Raises `ConfigError` (and its kinds) for what cannot work, `ServiceError` if Ray does not start, `DeadlineError` if
+    the service is not up in time.
     """
     spec = read_spec(config.model.path)
     tokenizer = read_tokenizer_files(config.model.path)
     try:
-        started_ray = _join_ray(config.cluster.address)
+        started_ray = _join_ray(config.cluster.address, config.cluster.start_timeout_s)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cluster.address: no Ray cluster runs at {config.cluster.address}: {error}") from None
+        where = config.cluster.address or "this machine"
+        raise ConfigError(f"cluster.address: no Ray cluster runs at {where}: {error}") from None
     actors: deque[Any] = deque()
     service_id = uuid.uuid4().hex
     try:

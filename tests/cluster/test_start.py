@@ -16,7 +16,7 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 
 import rollout
 from rollout.client import Rollout
-from rollout.cluster import placement
+from rollout.cluster import launch, placement
 from rollout.errors import (
     ClusterTooSmallError,
     ConfigError,
@@ -25,6 +25,7 @@ from rollout.errors import (
     PromptTooLongError,
     RolloutError,
     ServiceClosedError,
+    ServiceError,
     ServiceNotFoundError,
 )
 from rollout.model.weights import stream_safetensors
@@ -98,6 +99,33 @@ def test_cpus_that_others_use_are_waited_for_in_bounded_time(
     assert "4 workers need 4 CPU" in message
     assert "of 4 CPU are free" in message
     assert "within 1 s" in message
+
+
+class SlowRay:
+    """Starts after so many failures."""
+
+    def __init__(self, failures: int) -> None:
+        self.left = failures
+
+    def is_initialized(self) -> bool:
+        return False
+
+    def init(self, **options: Any) -> None:
+        self.left -= 1
+        if self.left >= 0:
+            raise Exception("The current node timed out during startup.")  # of this kind, in Ray
+
+
+def test_ray_that_does_not_start_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "ray", slow := SlowRay(2))
+    assert launch._join_ray(None, timeout_s=600)
+    assert slow.left == -1
+
+
+def test_ray_that_never_starts_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "ray", SlowRay(10**9))
+    with pytest.raises(ServiceError, match=r"Ray could not be started on this machine: .*timed out during startup"):
+        launch._join_ray(None, timeout_s=0.05)
 
 
 def test_a_model_that_is_not_there_is_refused_before_ray_is_asked(nothing_left: None, tmp_path: Path) -> None:
