@@ -57,7 +57,10 @@ class DrainReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlushReport:
-    """KV that was dropped, in bytes; what running trajectories use stays."""
+    """KV that was dropped, in bytes; what running trajectories use stays.
+
+    What is just being moved to a pool is dropped when it is there, and not counted.
+    """
 
     device_bytes: int = 0
     host_bytes: int = 0

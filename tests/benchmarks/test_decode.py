@@ -60,7 +60,7 @@ def test_decoding_is_compared_with_the_limit_and_with_each_peer_that_works(ray_c
 def test_prompts_are_compared_with_the_limit_and_without_an_interpreter_with_nothing_else(
     ray_cluster: None, sides: Sides
 ) -> None:
-    settings = prefill.Settings(sides=sides, prompts=3, prompt_tokens=40, turns=2, limit_rows=(16, 32))
+    settings = prefill.Settings(sides=sides, prompts=3, prompt_tokens=40, turns=1, limit_rows=(16, 32))
     results, ratios = prefill.run(settings, None)
     assert set(ratios) == {"prefill_vs_limit"}
     assert set(results["tokens_per_s"]) == {"rollout", "limit"}

@@ -26,8 +26,11 @@ from tests.tiny_models import make_tiny_llama
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 TOKEN = "tests-of-jobs-have-a-token-of-their-own"
-PORTS = ("port", "dashboard-port", "dashboard-agent-listen-port", "ray-client-server-port")
-"""Those that are the same for every cluster by default."""
+PORTS = (
+    *("port", "dashboard-port", "dashboard-agent-listen-port", "ray-client-server-port"),
+    *("dashboard-agent-grpc-port", "runtime-env-agent-port", "metrics-export-port"),
+)
+"""Those that are the same for every cluster by default, and those that Ray looks for before it uses them."""
 JOB_S = 600.0
 """Seconds for one command, on a busy machine."""
 PACKAGE_BYTES = 1_000_000
@@ -102,7 +105,7 @@ class Cluster:
 
 
 def free_ports(count: int) -> list[int]:
-    """Of those that nobody is given by chance before they are used, be it for a connection or by Ray for a worker."""
+    """Of those that nobody is given meanwhile, be it for a connection or by Ray for a worker."""
     free: list[int] = []
     for port in random.sample(range(20_000, 32_000), 200):
         with socket.socket() as each, suppress(OSError):

@@ -28,7 +28,7 @@ from rollout.errors import (
 )
 from rollout.model.weights import stream_safetensors
 from rollout.types import SamplingParams, Trajectory, TrajectoryId, Version, VersionRun
-from tests.cluster.scene import at_rest, audit, controller, eventually, inside, make_kv_model, pids, settings
+from tests.cluster.scene import at_rest, audit, controller, eventually, images, inside, make_kv_model, pids, settings
 from tests.local_service import LocalService
 from tests.tiny_models import make_tiny_llama
 
@@ -364,6 +364,7 @@ def test_a_flush_says_what_it_dropped_in_each_tier(service: Rollout, truth: list
     sampled(service, TrajectoryId("p/0"), 50)
     service.abort("p", keep="pool")
     roll_out(service, "q")
+    eventually(lambda: TrajectoryId("p/0") in images(service))
     stored = sum(pool.stored for pool in service.stats().pools)
     report = service.flush()
     assert report.pool_bytes == stored > 0
