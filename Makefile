@@ -55,7 +55,7 @@ test-drivers:
 	$(BIN)/pytest $(DRIVERS)
 
 test-parts:
-	nice -n 10 $(BIN)/pytest --ignore-glob='tests/control/test_*' --ignore=tests/cluster $(DRIVERS:%=--ignore=%)
+	nice -n 5 $(BIN)/pytest --ignore-glob='tests/control/test_*' --ignore=tests/cluster $(DRIVERS:%=--ignore=%)
 
 soak: $(VENV)/.installed-dev $(VENV)/.installed-wheel
 	$(BIN)/pytest -m soak tests --soak-seed=$(SEED) --soak-duration=$(DURATION)

@@ -59,17 +59,26 @@ def smollm2_path(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
-    """One Ray node of four CPUs, whatever the machine has, for all tests that need one."""
+    """One Ray node of four CPUs, whatever the machine has, for all tests that need one.
+
+    Ray gives a busy machine half a minute to start, and gives up; then it is started again.
+    """
     import ray
 
-    ray.init(
-        address="local",
-        num_cpus=4,
-        object_store_memory=512 << 20,
-        include_dashboard=False,
-        namespace="rollout",
-        logging_level="warning",
-        log_to_driver=False,
-    )
+    for more in reversed(range(4)):
+        try:
+            ray.init(
+                address="local",
+                num_cpus=4,
+                object_store_memory=512 << 20,
+                include_dashboard=False,
+                namespace="rollout",
+                logging_level="warning",
+                log_to_driver=False,
+            )
+            break
+        except Exception as error:
+            if not more or "timed out during startup" not in str(error):
+                raise
     yield
     ray.shutdown()
