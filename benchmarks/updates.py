@@ -34,7 +34,7 @@ from benchmarks.moves import POLL_S, TIMEOUT_S, Scene
 from benchmarks.services import settle
 from benchmarks.tracing import TRACED, Mark, Trace, Traced, TracedWorker
 from rollout.client import AsyncRollout, Rollout, asynchronous
-from rollout.cluster import host, shipment, weights, worker
+from rollout.cluster import host, shipment, weights
 from rollout.cluster.host import Host
 from rollout.config import Collective, Disk, ObjectStore
 from rollout.engine.engine import Engine
@@ -56,7 +56,7 @@ class UpdatedWorker(TracedWorker):
     traced: ClassVar[Traced] = {
         "step": TRACED["step"],
         "sampled": TRACED["sampled"],
-        "open": (worker, "open_parcel"),
+        "open": (weights, "open_parcel"),
         "verify": (Host, "prepare_weights"),
         "commit": (Host, "commit_weights"),
         "write": (host, "write_weights"),
