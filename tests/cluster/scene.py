@@ -82,12 +82,16 @@ def settings(model: Path, name: str, **sections: Mapping[str, Any]) -> dict[str,
 
 
 def eventually(look: Callable[[], T], *, within_s: float = 300.0) -> T:
-    """The first truthy answer of `look`; fails, with the last one, if there is none in time."""
+    """The first truthy answer of `look`; fails, with the last one, if there is none in time.
+
+    Looks ever less often: a busy machine has better things to do.
+    """
     deadline = time.monotonic() + within_s
-    pause = threading.Event()
+    pause, pause_s = threading.Event(), 0.02
     while not (seen := look()):
         assert time.monotonic() < deadline, f"not within {within_s:g} s, last seen: {seen!r}"
-        pause.wait(0.02)
+        pause.wait(pause_s)
+        pause_s = min(1.2 * pause_s, 0.2)
     return seen
 
 
