@@ -9,7 +9,7 @@ import pytest
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_worker_niceness", "0")  # 15, Ray's default, starves services beside tests that compute
-os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # processes of which half are never used
+os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # more processes than actors use
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads that spin on a busy machine cost more than they save
 
 

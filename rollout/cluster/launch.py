@@ -43,6 +43,8 @@ logger = logging.getLogger(__name__)
 
 CONNECT_S = 5.0
 """Seconds for a Ray cluster to accept a connection."""
+TOO_SLOW = "timed out during startup"
+"""What Ray says if its node was not up in half a minute; the machine may just be busy."""
 DESCRIBE_S = 30.0
 """Seconds for a running service to say what it is."""
 
@@ -84,8 +86,8 @@ def connect(service: str, address: str | None) -> tuple[Any, ServiceDescription]
 def _join_ray(address: str | None, timeout_s: float = 0.0) -> bool:
     """Join the cluster at `address`, or the one the environment names, or start a local one; False if joined before.
 
-    Ray gives a busy machine half a minute to start one; until `timeout_s` it is asked again. Raises `OSError` if there
-    is none at the address, `ServiceError` if none starts.
+    One that does not start in time is started again until `timeout_s`. Raises `OSError` if there is none at the
+    address, `ServiceError` if none starts, or it cannot be joined, as one of another version of Ray.
     """
     if ray.is_initialized():
         return False
@@ -106,8 +108,9 @@ def _join_ray(address: str | None, timeout_s: float = 0.0) -> bool:
         except (OSError, ValueError):
             raise
         except Exception as error:  # Ray has no kind for it
-            if time.monotonic() - since >= timeout_s:
-                raise ServiceError(f"Ray could not be started on this machine: {one_line(error)}") from error
+            if TOO_SLOW not in str(error) or time.monotonic() - since >= timeout_s:
+                where = f"at {address}" if address else "on this machine"
+                raise ServiceError(f"no Ray cluster could be started or joined {where}: {one_line(error)}") from error
             logger.warning("Ray did not start, and is asked again: %s", one_line(error))
 
 
@@ -121,8 +124,8 @@ def _find(service: str) -> Any:
 def launch(config: Config) -> Service:
     """Start the service that `config` describes and wait until every worker has loaded the model.
 
-    Raises `ConfigError` (and its kinds) for what cannot work, `ServiceError` if Ray does not start, `DeadlineError` if
-    the service is not up in time.
+    Raises `ConfigError` (and its kinds) for what cannot work, `ServiceError` if Ray does not start or let it in,
+    `DeadlineError` if the service is not up in time.
     """
     spec = read_spec(config.model.path)
     tokenizer = read_tokenizer_files(config.model.path)

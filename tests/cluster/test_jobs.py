@@ -26,11 +26,8 @@ from tests.tiny_models import make_tiny_llama
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 TOKEN = "tests-of-jobs-have-a-token-of-their-own"
-PORTS = (
-    *("port", "dashboard-port", "dashboard-agent-listen-port", "ray-client-server-port"),
-    *("dashboard-agent-grpc-port", "runtime-env-agent-port", "metrics-export-port"),
-)
-"""Those that are the same for every cluster by default, and those that Ray looks for before it uses them."""
+PORTS = ("port", "dashboard-port", "dashboard-agent-listen-port", "ray-client-server-port")
+"""Those that are the same for every cluster by default."""
 JOB_S = 600.0
 """Seconds for one command, on a busy machine."""
 STARTS = 4

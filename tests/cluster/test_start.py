@@ -101,11 +101,12 @@ def test_cpus_that_others_use_are_waited_for_in_bounded_time(
     assert "within 1 s" in message
 
 
-class SlowRay:
+class FailingRay:
     """Starts after so many failures."""
 
-    def __init__(self, failures: int) -> None:
+    def __init__(self, failures: int, error: str = "The current node timed out during startup.") -> None:
         self.left = failures
+        self.error = error
 
     def is_initialized(self) -> bool:
         return False
@@ -113,19 +114,26 @@ class SlowRay:
     def init(self, **options: Any) -> None:
         self.left -= 1
         if self.left >= 0:
-            raise Exception("The current node timed out during startup.")  # of this kind, in Ray
+            raise Exception(self.error)  # of this kind, in Ray
 
 
 def test_ray_that_does_not_start_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "ray", slow := SlowRay(2))
+    monkeypatch.setattr(launch, "ray", slow := FailingRay(2))
     assert launch._join_ray(None, timeout_s=600)
     assert slow.left == -1
 
 
 def test_ray_that_never_starts_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "ray", SlowRay(10**9))
-    with pytest.raises(ServiceError, match=r"Ray could not be started on this machine: .*timed out during startup"):
+    monkeypatch.setattr(launch, "ray", FailingRay(10**9))
+    with pytest.raises(ServiceError, match=r"started or joined on this machine: Exception: .*timed out during startup"):
         launch._join_ray(None, timeout_s=0.05)
+
+
+def test_ray_that_refuses_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "ray", other := FailingRay(2, "Version mismatch: the cluster was started with"))
+    with pytest.raises(ServiceError, match="started or joined at auto: Exception: Version mismatch"):
+        launch._join_ray("auto", timeout_s=600)
+    assert other.left == 1
 
 
 def test_a_model_that_is_not_there_is_refused_before_ray_is_asked(nothing_left: None, tmp_path: Path) -> None:
